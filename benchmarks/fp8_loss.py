@@ -25,7 +25,7 @@ from meshwright.engine.context import build_context
 from meshwright.engine.datasets import datasets_of
 from meshwright.engine.providers import forward_step, model_provider
 from meshwright.engine.step import Trainer
-from meshwright.run.loop import Ahead
+from meshwright.run.loop import LaunchAhead
 from meshwright.run.pretrain import build_modules
 
 RUNS = {
@@ -53,7 +53,7 @@ def losses(prefix: str, train: dict[str, str], args: argparse.Namespace) -> list
     ctx = build_context(config, 0, 1, Device.choose(args.device))
     train_data, _, _ = datasets_of(config)
     trainer = Trainer(ctx, build_modules(ctx, model_provider, draw_on_device), forward_step, train_data)
-    ahead = Ahead(trainer, lambda step: step == args.steps)
+    ahead = LaunchAhead(trainer, lambda step: step == args.steps)
     return [ahead.next(False).loss for _ in range(args.steps)]
 
 

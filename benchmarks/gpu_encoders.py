@@ -32,7 +32,7 @@ from meshwright.config.load import config_from  # noqa: E402
 from meshwright.config.sections import Config  # noqa: E402
 from meshwright.device import Device  # noqa: E402
 from meshwright.dryrun.stand_ins import fake_world  # noqa: E402
-from meshwright.engine.step import Launched, Trainer  # noqa: E402
+from meshwright.engine.step import LaunchedStep, Trainer  # noqa: E402
 
 CASES = ["bert-large:32", "t5-large:32"]
 TINY = {"layers": 4, "hidden": 32, "heads": 2, "head_dim": 16, "ffn": 64, "vocab": 64, "seq": 16}
@@ -65,7 +65,7 @@ class Launches:
         self._real = trainer.launch
         trainer.launch = self._timed  # type: ignore[method-assign, assignment]
 
-    def _timed(self, *given: Any) -> Launched:
+    def _timed(self, *given: Any) -> LaunchedStep:
         begin = time.perf_counter()
         found = self._real(*given)
         self.seconds.append(time.perf_counter() - begin)

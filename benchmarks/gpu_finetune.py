@@ -41,7 +41,7 @@ from meshwright.bench.timing import by_kind
 from meshwright.config.load import config_from, set_key, to_mapping
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import RandomTokens
-from meshwright.run.loop import Ahead
+from meshwright.run.loop import LaunchAhead
 
 RANK, WARM = 16, 3
 ADAPTS = ("lora", "nf4")
@@ -70,7 +70,7 @@ def ours(kind: str, model: str, settings: dict[str, str], device: Device, steps:
     for key, value in settings.items():
         set_key(given, f"{key}={value}")
     trainer = make_trainer(config_from(given), device)
-    ahead = Ahead(trainer, lambda step: step in (WARM, WARM + steps))
+    ahead = LaunchAhead(trainer, lambda step: step in (WARM, WARM + steps))
     losses = [ahead.next(False).loss for _ in range(WARM)]
     device.reset_peak()
     results = [ahead.next(False) for _ in range(steps)]

@@ -29,8 +29,8 @@ import torch
 import torch.multiprocessing as mp
 from common import BenchParser, finish
 
-from meshwright.bench.comm import joined, measure
-from meshwright.bench.request import OPS, Request, parse_sizes
+from meshwright.bench.comm import join_world, measure
+from meshwright.bench.request import OPS, MeasurementRequest, parse_sizes
 from meshwright.comm.mesh import Mesh
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
@@ -114,7 +114,7 @@ class Calm:
         own = torch.tensor([time.process_time() - begin[1]], dtype=torch.float64, device=device)
         world.all_reduce(own)
         share = (busy_seconds() - begin[0] - float(own)) / (time.perf_counter() - begin[2])
-        return world.agreed(share, device)
+        return world.max_over_ranks(share, device)
 
     def __call__(self, work: Callable[[], Any]) -> Any:
         while True:
@@ -140,11 +140,11 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, queue: Any) -> Non
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     layout = Layout(RANKS, node_size=RANKS)
-    request = Request(layout, ("dp",), OPS, parse_sizes(args.sizes), args.seconds, device="cpu")
+    request = MeasurementRequest(layout, ("dp",), OPS, parse_sizes(args.sizes), args.seconds, device="cpu")
     jobs = {f"{way} {n}": config_for(shape, way) for way in args.ways for n, shape in enumerate(SHAPES[: args.shapes])}
     seen: dict[str, dict[str, list[Any]]] = {name: {"measured": [], "predicted": [], "phases": []} for name in jobs}
     profiles = []
-    with joined(request) as (mesh, device, place):
+    with join_world(request) as (mesh, device, place):
         trainers = {name: make_trainer(config, rank) for name, config in jobs.items()}
         for trainer in trainers.values():
             trainer.step()

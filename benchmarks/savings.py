@@ -18,7 +18,7 @@ from typing import Any
 
 from common import BenchParser, finish
 
-from meshwright.lab.techniques import saving
+from meshwright.lab.techniques import saved_share
 from meshwright.show.units import percent, seconds
 
 CONFIG = Path(__file__).parent.parent / "examples" / "slow-links.yaml"
@@ -43,12 +43,12 @@ def cell(found: dict[str, Any], name: str) -> tuple[str, float]:
     each, base = found[name], found["as configured"]["measured"]["step_s"]
     step, planned = each["measured"]["step_s"], each["predicted"]["step_s"]
     off = planned / step - 1.0
-    return f"{seconds(step)} ({seconds(planned)}, {100 * off:+.0f} %), {percent(saving(base, step))}", off
+    return f"{seconds(step)} ({seconds(planned)}, {100 * off:+.0f} %), {percent(saved_share(base, step))}", off
 
 
 def bytes_saved(found: dict[str, Any], name: str) -> str:
     base, own = (sum(found[each]["measured"]["sent"].values()) for each in ("as configured", name))
-    return percent(saving(base, own))
+    return percent(saved_share(base, own))
 
 
 def main() -> None:

@@ -35,9 +35,9 @@ PRECISION_DTYPES = {
 
 
 class DeviceKind:
-    """Everything that depends on one kind of device, by default without memory and streams of its own.
+    """Everything that depends on one kind of device, by default without separate memory and streams.
 
-    The flags say what torch and our kernels can do there. Without one, a slower path computes the same.
+    The flags are the abilities of torch and our kernels there. Without one, a slower path computes the same.
     """
 
     runs_triton = False  # our kernels (`kernels/`) run
@@ -87,7 +87,7 @@ class Meta(DeviceKind):
 
 
 class Accelerator(DeviceKind):
-    """A device with memory and streams of its own, which `torch.<name>` controls as `torch.cuda` does."""
+    """A device with separate memory and streams, which `torch.<name>` controls as `torch.cuda` does."""
 
     @property
     def module(self) -> Any:
@@ -144,7 +144,7 @@ def kind_named(name: str) -> DeviceKind:
     """Return a kind of device by its name in `DEVICE_KINDS`."""
     found = _KINDS.get(name)
     if found is None:
-        found = _KINDS[name] = load_object(DEVICE_KINDS.named(name).kind)(name)
+        found = _KINDS[name] = load_object(DEVICE_KINDS.entry(name).kind)(name)
     return found
 
 
@@ -289,7 +289,7 @@ class Device:
         if self.module is not None:
             self.module.synchronize()
 
-    def worked(self) -> float:
+    def work_seconds(self) -> float:
         """Return the seconds that this process has worked so far; only differences have a meaning.
 
         On a CPU this is processor time, which does not grow while other processes use the cores. On an accelerator it
@@ -454,7 +454,7 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a host tensor on a device. The host does not wait for the copy.
 
     The tensor is staged in pinned memory first, even if it is pinned already. torch keeps the source of a pending copy
-    only if the tensor's address is the start of a block of its own allocator. A NumPy view into a pinned tensor is
+    only if the tensor's address is the start of a block of torch's allocator. A NumPy view into a pinned tensor is
     pinned as well, but torch does not know its block: it would hand the block to the next tensor before the device has
     read it.
     """

@@ -1,6 +1,6 @@
 """The kinds of devices that `run.device` can name, with the facts that configs, launchers and job files need. No torch.
 
-A plugin registers a kind of its own in `DEVICE_KINDS`. All else that depends on a device is in `device.py`.
+A plugin registers its kind in `DEVICE_KINDS`. All else that depends on a device is in `device.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DeviceEntry:
 
     kind: str
     backend: str  # the back end of torch.distributed
-    is_accelerator: bool = True  # it has memory and streams of its own
+    is_accelerator: bool = True  # it has separate memory and streams
     runs: bool = True  # `run.device` may name it
     has_fp8: bool = True  # torch has its 8-bit floating-point numbers
     resource: str = ""  # the name of one such device in a Kubernetes job

@@ -26,7 +26,7 @@ def write(path: Path | None, make: Callable[[], str]) -> None:
         # A new file that holds only the beginning of the text is of no use.
         if is_new:
             path.unlink(missing_ok=True)
-        raise refused(f"cannot write {path}", error, path, "another file") from None
+        raise refusal(f"cannot write {path}", error, path, "another file") from None
     print(f"wrote {path}", file=sys.stderr)
 
 
@@ -60,7 +60,7 @@ NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 OWN_FOLDERS = ("runs", "models", "data", "checkpoints", "exported")
 
 
-def refused(
+def refusal(
     what: str, error: OSError, path: str | os.PathLike[str] | None = None, instead: str = "another place"
 ) -> UserError:
     """Return the user error for an action that the operating system refused, with the fix for its cause.
@@ -89,7 +89,7 @@ def mistake_of(error: OSError) -> UserError | None:
     # A file that is missing from an existing folder may as well be a bug.
     if not named or (error.errno == errno.ENOENT and os.path.lexists(path.parent)):
         return None
-    return refused(f"{path} can't be used", error, path)
+    return refusal(f"{path} can't be used", error, path)
 
 
 def hub_hint(name: str | os.PathLike[str]) -> str:
@@ -122,6 +122,6 @@ def check_writable(folder: Path, what: str, instead: str) -> None:
         with tempfile.TemporaryDirectory(prefix=".meshwright-", dir=at) as made:
             (Path(made) / "written").write_bytes(b"1")
     except OSError as error:
-        raise refused(f"{what} can't be written", error, folder, instead) from None
+        raise refusal(f"{what} can't be written", error, folder, instead) from None
     except ValueError:
         raise UserError(f"{what} contains a character that is not allowed in a path: choose {instead}") from None

@@ -33,11 +33,11 @@ def one_line(text: str) -> str:
     if not text.isprintable():
         text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     if len(text) > LONGEST_SENTENCE:
-        text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: shortened(word[0], LONGEST_WORD), text)
-    return shortened(text, LONGEST_SENTENCE)
+        text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: shorten(word[0], LONGEST_WORD), text)
+    return shorten(text, LONGEST_SENTENCE)
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """Return a text, or its beginning and end if it is longer than `most` characters."""
     half = (most - len(" ... ")) // 2
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
@@ -85,8 +85,8 @@ def either(values: Iterable[Any]) -> str:
 
 def plural(number: int, noun: str) -> str:
     """Return a number with its noun: `1 rank`, `1,024 ranks`, `2 micro-batches`."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def divisors(number: int) -> list[int]:

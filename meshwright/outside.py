@@ -14,7 +14,7 @@ from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import shortened
+from meshwright.errors import shorten
 
 # Levels of nested lists and tables. No file of ours or of Hugging Face's comes near this.
 DEEPEST = 50
@@ -117,11 +117,11 @@ def _check_of(kind: Any) -> Check:
     if typing.is_typeddict(kind):
         fields = {key: _check_of(each) for key, each in typing.get_type_hints(kind).items()}
         return _container(_is_dict, TABLE, partial(_fields, fields, kind.__required_keys__))
-    return _plain(kind)
+    return _check_for(kind)
 
 
 def _must_be(wanted: str, value: Any) -> _Wrong:
-    return _Wrong(f"must be {wanted}, not {shortened(str(value), 60)}")
+    return _Wrong(f"must be {wanted}, not {shorten(str(value), 60)}")
 
 
 def _is_dict(value: Any) -> bool:
@@ -142,7 +142,7 @@ def _container(fits: Callable[[Any], bool], wanted: str, items: Callable[[Any], 
             try:
                 inner(item)
             except _Wrong as wrong:
-                raise wrong.within(f"[{key}]" if isinstance(key, int) else f".{shortened(key, 60)}") from None
+                raise wrong.within(f"[{key}]" if isinstance(key, int) else f".{shorten(key, 60)}") from None
 
     return check
 
@@ -156,7 +156,7 @@ def _fields(fields: Mapping[str, Check], required: frozenset[str], value: Mappin
             raise _Wrong(f"lacks {key}")
 
 
-def _plain(kind: type) -> Check:
+def _check_for(kind: type) -> Check:
     def check(value: Any) -> None:
         fits = type(value) is kind
         if kind is float:

@@ -20,7 +20,7 @@ Entry = TypeVar("Entry")
 
 
 class Registry(dict[str, Entry], Generic[Entry]):
-    """The entries that a config key chooses from, by name. `named` raises a UserError for an unknown name."""
+    """The entries that a config key chooses from, by name. `entry` raises a UserError for an unknown name."""
 
     def __init__(self, key: str, entries: Mapping[str, Entry]) -> None:
         super().__init__(entries)
@@ -32,7 +32,7 @@ class Registry(dict[str, Entry], Generic[Entry]):
             raise UserError(f"there is a {self.key}={name} already: choose another name")
         self[name] = entry
 
-    def named(self, name: str) -> Entry:
+    def entry(self, name: str) -> Entry:
         """Return the entry of that name, or raise a UserError that lists the names."""
         if name not in self:
             raise UserError(f"{self.key}={name} is not one of {', '.join(self)}{nearest(name, self)}")

@@ -14,12 +14,12 @@ from meshwright.bench.fit import Link, Measurement, fit_links
 from meshwright.bench.links import measure_links
 from meshwright.bench.profile import cluster_fields
 from meshwright.bench.rates import measure_rates
-from meshwright.bench.request import Request
+from meshwright.bench.request import MeasurementRequest
 from meshwright.comm.mesh import Mesh
-from meshwright.comm.watchdog import watched
+from meshwright.comm.watchdog import watchdog_for
 from meshwright.device import Device
 from meshwright.errors import UserError
-from meshwright.launch.processes import Place, enter, find_place, leave
+from meshwright.launch.processes import ProcessPlace, enter, find_place, leave
 from meshwright.spec.traffic.ledger import bus_factor
 
 TIMEOUT = 600.0  # The seconds until a hanging call is reported.
@@ -27,18 +27,20 @@ PAYLOAD_SHARE = 8  # The largest payload may take 1/8 of a device's memory.
 
 
 @contextlib.contextmanager
-def joined(request: Request) -> Iterator[tuple[Mesh, Device, Place]]:
+def join_world(request: MeasurementRequest) -> Iterator[tuple[Mesh, Device, ProcessPlace]]:
     """Join the world and yield this rank's mesh, device and place. Leave the world when the context ends."""
     place = find_place()
     device, own = enter(place, request.device, request.backend, TIMEOUT)
     mesh = Mesh(request.layout, place.rank, timeout=TIMEOUT)
-    with watched(mesh, TIMEOUT, device, own):
+    with watchdog_for(mesh, TIMEOUT, device, own):
         yield mesh, device, place
     if own:
         leave()
 
 
-def measure(request: Request, mesh: Mesh, device: Device, local_world: int, quiet: bool = False) -> dict[str, Any]:
+def measure(
+    request: MeasurementRequest, mesh: Mesh, device: Device, local_world: int, quiet: bool = False
+) -> dict[str, Any]:
     """Measure everything and return the command's output, the same on every rank. `cluster` holds the planner's
     cluster."""
 
@@ -51,7 +53,7 @@ def measure(request: Request, mesh: Mesh, device: Device, local_world: int, quie
         raise UserError(f"--sizes goes up to {largest} bytes, too much for {device.name}: lower the upper end")
     points = measure_links(mesh, device, request.axes, request.ops, request.sizes, request.seconds, say)
     # Read the ledger now: measuring the rates adds further calls to it.
-    ledger = counted(mesh, request.axes)
+    ledger = count_calls(mesh, request.axes)
     rates = measure_rates(mesh, device, local_world, request.seconds, say)
     inside, across = fit_links(points)
     axes = {axis: request.layout.axis_size(axis) for axis in ("tp", "cp", "ep", "dp", "pp")}
@@ -65,7 +67,7 @@ def measure(request: Request, mesh: Mesh, device: Device, local_world: int, quie
     }  # fmt: skip
 
 
-def counted(mesh: Mesh, axes: tuple[str, ...]) -> dict[str, dict[str, dict[str, int]]]:
+def count_calls(mesh: Mesh, axes: tuple[str, ...]) -> dict[str, dict[str, dict[str, int]]]:
     """Return this rank's ledger counts on the measured axes, by axis and op."""
     names = {mesh.group(axis).axis: axis for axis in axes}
     by_axis: dict[str, dict[str, dict[str, int]]] = {}

@@ -15,10 +15,10 @@ from meshwright.show.units import seconds, size
 # The largest offset between two machines' clocks. Events and traces of several machines are ordered by these clocks.
 LARGEST_OFFSET_S = 1.0
 # The least free share of a device's memory before we allocate anything.
-LEAST_FREE = 0.9
-LEAST_WRITE_MB_S = 20.0
+MIN_FREE = 0.9
+MIN_WRITE_MB_S = 20.0
 # The cores that a rank with an accelerator needs: for Python, autograd, the data reader and NCCL's threads.
-LEAST_CORES = 4
+MIN_CORES = 4
 # A link is slow below this share of the profile's rate, or of the median rate of such links.
 SLOW_LINK = 0.5
 # A device is slow if it takes this many times the median of devices of its kind.
@@ -58,7 +58,7 @@ class Facts:
     cores: int = 0  # The cores for this rank alone; 0 if less than one.
 
 
-class Wanted(NamedTuple):
+class Requirements(NamedTuple):
     """The needs of a run, if a config is given, and the profile's rates in GB/s. 0 stands for an unknown value."""
 
     checkpoint_bytes: float = 0.0
@@ -76,9 +76,9 @@ class Check(NamedTuple):
     text: str
 
 
-def judge(facts: Sequence[Facts], wanted: Wanted) -> list[Check]:
+def judge(facts: Sequence[Facts], wanted: Requirements) -> list[Check]:
     """Return the results of all checks. The text of a failed one names the problem and the ranks or machines."""
-    judges: list[tuple[str, Callable[[Sequence[Facts], Wanted], tuple[list[str], str]]]] = [
+    judges: list[tuple[str, Callable[[Sequence[Facts], Requirements], tuple[list[str], str]]]] = [
         ("versions", _versions), ("devices", _devices), ("cores", _cores), ("memory", _memory), ("disk", _disk),
         ("folder", _folder), ("clocks", _clocks), ("ports", _ports), ("network", _network), ("links", _links),
         ("burn-in", _burn),
@@ -109,7 +109,7 @@ def _apart(facts: Sequence[Facts], value: Callable[[Facts], Hashable]) -> dict[A
     return apart
 
 
-def _versions(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+def _versions(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], str]:
     off = []
     for name in facts[0].versions:
         usual = _most([one.versions.get(name, "none") for one in facts])
@@ -118,10 +118,10 @@ def _versions(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
     return off, ", ".join(f"{name} {value}" for name, value in facts[0].versions.items()) + ", on all ranks"
 
 
-def _devices(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+def _devices(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], str]:
     usual = _most([one.device for one in facts])
     off = [f"{_ranks(ranks)}: {name}, the others {usual}" for name, ranks in _apart(facts, lambda f: f.device).items()]
-    used = [one for one in facts if one.device_bytes and one.device_free < LEAST_FREE * one.device_bytes]
+    used = [one for one in facts if one.device_bytes and one.device_free < MIN_FREE * one.device_bytes]
     off += [
         f"the device of rank {one.rank} on {one.host} has only {size(one.device_free)} of {size(one.device_bytes)} "
         "free: see which process uses it"
@@ -132,19 +132,19 @@ def _devices(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
     return off, f"{len(facts)} x {usual}{each}, on {plural(hosts, 'machine')}"
 
 
-def _cores(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+def _cores(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], str]:
     """Judge the cores of ranks with an accelerator: their host must launch work ahead of the device."""
-    few = [one for one in facts if one.device_bytes and one.cores < LEAST_CORES]
+    few = [one for one in facts if one.device_bytes and one.cores < MIN_CORES]
     off = []
     for host in dict.fromkeys(one.host for one in few):
         here = [one for one in few if one.host == host]
         has = "less than one core each" if here[0].cores < 1 else f"{plural(here[0].cores, 'core')} each"
-        fix = f"ask the scheduler for {LEAST_CORES} or more (Slurm: --cpus-per-task)"
+        fix = f"ask the scheduler for {MIN_CORES} or more (Slurm: --cpus-per-task)"
         off.append(f"{_ranks([one.rank for one in here])} ({host}) may use {has}: {fix}")
     return off, f"{min(one.cores for one in facts)} or more for each rank"
 
 
-def _memory(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+def _memory(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], str]:
     local = Counter(one.host for one in facts)
     off = []
     for one in {one.host: one for one in facts}.values():
@@ -157,7 +157,7 @@ def _memory(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
     return off, f"{size(least.host_free)} of host memory free at least{need}"
 
 
-def _disk(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+def _disk(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], str]:
     first, off = facts[0], []
     need = CHECKPOINTS * wanted.checkpoint_bytes
     if first.disk_free < need:
@@ -165,7 +165,7 @@ def _disk(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
     writers = [one for one in facts if one.write_mb_s]
     rate = sum(one.write_mb_s for one in writers)
     took = wanted.checkpoint_bytes / (rate * 1e6) if rate else 0.0
-    slow = [one for one in writers if one.write_mb_s < LEAST_WRITE_MB_S]
+    slow = [one for one in writers if one.write_mb_s < MIN_WRITE_MB_S]
     off += [f"{one.host} writes {one.write_mb_s:.0f} MB/s to {wanted.folder}: use a faster disk" for one in slow]
     if took > SAVING_S:
         off.append(f"a checkpoint of {size(wanted.checkpoint_bytes)} takes {seconds(took)} to write")
@@ -173,7 +173,7 @@ def _disk(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
     return off, f"{size(first.disk_free)} free, {rate:.0f} MB/s written by {plural(len(writers), 'machine')}{save}"
 
 
-def _folder(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+def _folder(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], str]:
     blind = [one for one in facts if not one.sees_folder]
     off = []
     if blind:
@@ -182,18 +182,18 @@ def _folder(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
     return off, f"{wanted.folder} is the same for all ranks"
 
 
-def _clocks(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+def _clocks(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], str]:
     wrong = {one.host: one for one in facts if abs(one.clock) > LARGEST_OFFSET_S}
     off = [f"the clock of {host} is {one.clock:+.1f} s off rank 0's: synchronise it" for host, one in wrong.items()]
     return off, f"within {seconds(max(abs(one.clock) for one in facts))} of each other"
 
 
-def _ports(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+def _ports(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], str]:
     shut = {one.host: one.port for one in facts if one.port}
     return [f"{host}: {why}" for host, why in shut.items()], "ranks can listen on their address, and have met"
 
 
-def _network(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+def _network(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], str]:
     """Judge the network interface that NCCL or Gloo uses: the one set in the environment, or its own choice.
 
     On a machine with several networks or with containers, its own choice may be an interface that leads nowhere.
@@ -225,7 +225,7 @@ def _variable(one: Facts) -> str:
     return f"{(one.backend or next(iter(accelerators().values())).backend).upper()}_SOCKET_IFNAME"
 
 
-def _links(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+def _links(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], str]:
     if len(facts) == 1:
         return [], "one rank has none"
     hosts = {one.rank: one.host for one in facts}
@@ -249,7 +249,7 @@ def _links(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
     return off, ", ".join(fine)
 
 
-def _burn(facts: Sequence[Facts], wanted: Wanted) -> tuple[list[str], str]:
+def _burn(facts: Sequence[Facts], wanted: Requirements) -> tuple[list[str], str]:
     off = []
     for device in sorted({one.device for one in facts}):
         same = [one for one in facts if one.device == device]

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 import meshwright
-from meshwright.bench.comm import joined
+from meshwright.bench.comm import join_world
 from meshwright.bench.diagnosis import Facts
-from meshwright.bench.request import Request
+from meshwright.bench.request import MeasurementRequest
 from meshwright.comm.group import Group
 from meshwright.comm.watchdog import open_store
 from meshwright.device import Device, cores_of_rank, host_memory_bytes
@@ -32,27 +32,27 @@ LINK_BYTES = 8 * 2**20
 DISK_BYTES = 64 * 2**20
 BARRIERS = 5
 ROUNDS = 5
-MOST_SUMS = 1000
+MAX_SUMS = 1000
 SHOWN_S = 10.0  # A network disk may take a while to show a new file.
-SIDE = 512  # The size of the burn-in's square matrices.
+MATRIX_SIZE = 512  # The size of the burn-in's square matrices.
 PRODUCTS = 32  # The products in a round of the burn-in.
 WAIT = timedelta(seconds=120)
 
 
-def examine(request: Request, folder: Path, burn_s: float) -> list[Facts]:
+def examine(request: MeasurementRequest, folder: Path, burn_s: float) -> list[Facts]:
     """Examine this rank. Return the facts of all ranks on rank 0, and an empty list on the others."""
-    with joined(request) as (mesh, device, place):
+    with join_world(request) as (mesh, device, place):
         facts = Facts(mesh.rank, socket.gethostname(), device.name)
         _look_at_machine(facts, device)
         _look_at_network(facts, device.backend(request.backend))
         facts.cores = cores_of_rank(place.local_world)
-        together = partial(mesh.world.agreed, 0.0, device.torch)
+        together = partial(mesh.world.max_over_ranks, 0.0, device.torch)
         _look_at_disk(facts, folder, together, first_on_machine=place.local_rank == 0)
         facts.clock = _clock_offset(mesh.world, device)
         facts.links = _links(mesh.world, device)
         together()
         facts.burn, facts.round_s = burn_in(device, burn_s)
-        return _gathered(facts, mesh.layout.world)
+        return _gather_facts(facts, mesh.layout.world)
 
 
 def _look_at_machine(facts: Facts, device: Device) -> None:
@@ -71,7 +71,8 @@ def _look_at_machine(facts: Facts, device: Device) -> None:
 
 def _look_at_network(facts: Facts, backend: str) -> None:
     """Record the interface that leads to rank 0, and the one that the environment sets for the back end."""
-    facts.backend, facts.named_interface = backend, os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
+    facts.backend = backend
+    facts.named_interface = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "")
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing. It only makes the system choose a route.
         probe.connect((os.environ.get("MASTER_ADDR", LOOPBACK), 9))
@@ -101,7 +102,8 @@ def _look_at_disk(facts: Facts, folder: Path, together: Callable[[], object], fi
 def _write_speed(path: Path) -> float:
     """Return the MB/s of writing a file that is flushed to disk, or almost 0 if it can't be written."""
     # Random bytes, since a file system may compress others.
-    chunk, begun = os.urandom(2**20), time.perf_counter()
+    chunk = os.urandom(2**20)
+    begun = time.perf_counter()
     try:
         with path.open("wb") as file:
             for _ in range(DISK_BYTES // len(chunk)):
@@ -124,7 +126,7 @@ def _clock_offset(world: Group, device: Device) -> float:
     """
     offsets = []
     for _ in range(BARRIERS):
-        world.agreed(0.0, device.torch)
+        world.max_over_ranks(0.0, device.torch)
         now = time.time()
         first = torch.tensor([now], dtype=torch.float64, device=device.torch)
         world.broadcast(first)
@@ -145,7 +147,7 @@ def _links(world: Group, device: Device) -> dict[str, float]:
         has_partner = 0 <= other < world.size
         took = []
         for _ in range(ROUNDS):
-            world.agreed(0.0, device.torch)
+            world.max_over_ranks(0.0, device.torch)
             begun = time.perf_counter()
             if has_partner:
                 # The pair must use opposite orders, or both ends would wait to send.
@@ -162,8 +164,8 @@ def burn_in(device: Device, duration: float) -> tuple[list[int], float]:
     """Compute the same products again and again for `duration` seconds. Return (a checksum of each round's result, the
     median seconds of a round)."""
     generator = torch.Generator().manual_seed(1)
-    first = torch.randn(SIDE, SIDE, generator=generator).to(device.torch)
-    factor = (torch.randn(SIDE, SIDE, generator=generator) / SIDE**0.5).to(device.torch)
+    first = torch.randn(MATRIX_SIZE, MATRIX_SIZE, generator=generator).to(device.torch)
+    factor = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, generator=generator) / MATRIX_SIZE**0.5).to(device.torch)
     sums: list[int] = []
     took: list[float] = []
     end = time.monotonic() + duration
@@ -177,10 +179,10 @@ def burn_in(device: Device, duration: float) -> tuple[list[int], float]:
     return sums, statistics.median(took[1:])
 
 
-def _gathered(facts: Facts, world: int) -> list[Facts]:
+def _gather_facts(facts: Facts, world: int) -> list[Facts]:
     """Return the facts of all ranks on rank 0, and an empty list on the others. Only JSON goes through the store."""
     # Equal checksums beyond the first ones add no information.
-    facts.burn = facts.burn if len({*facts.burn}) > 1 else facts.burn[:MOST_SUMS]
+    facts.burn = facts.burn if len({*facts.burn}) > 1 else facts.burn[:MAX_SUMS]
     store = open_store() if world > 1 else None
     if store is None:
         return [facts]

@@ -83,7 +83,8 @@ def fit_link(points: Sequence[Measurement], inside_latency: float | None = None)
     """Fit one class of links. Across nodes, `inside_latency` is the known latency of the hops that stay in a node.
     Without it, all hops count the same."""
     ops = sorted({p.op for p in points})
-    rows, times = np.zeros((len(points), 1 + len(ops))), np.zeros(len(points))
+    rows = np.zeros((len(points), 1 + len(ops)))
+    times = np.zeros(len(points))
     for i, p in enumerate(points):
         inside, across = hops(p.op, p.ranks, p.per_node)
         if p.across and inside_latency is not None:
@@ -137,6 +138,8 @@ def _above_zero(rows: NDArray[np.float64], values: NDArray[np.float64]) -> NDArr
 
 def fit_links(points: Sequence[Measurement]) -> tuple[Link | None, Link | None]:
     """Fit the links inside a node and across nodes. A class that no group used is None."""
-    near, far = [p for p in points if not p.across], [p for p in points if p.across]
+    near = [p for p in points if not p.across]
+    far = [p for p in points if p.across]
     inside = fit_link(near) if near else None
-    return inside, fit_link(far, inside.latency if inside else None) if far else None
+    latency = inside.latency if inside else None
+    return inside, fit_link(far, latency) if far else None

@@ -24,7 +24,7 @@ from meshwright.device import Device
 from meshwright.dryrun.stand_ins import documents_of
 from meshwright.nn.attention.context import ContextRows
 from meshwright.nn.attention.documents import Documents, document_attention
-from meshwright.nn.attention.pieces import Rows, kernel, kernel_backward
+from meshwright.nn.attention.pieces import RowPositions, kernel, kernel_backward
 from meshwright.nn.experts.grouped import grouped_product, grouped_weight_grad
 from meshwright.spec.layout.rows import ORDERS
 from meshwright.spec.model.part import Product
@@ -32,7 +32,7 @@ from meshwright.spec.model.part import Product
 # Bytes per parameter: the update reads the fp32 master, gradient and two moments, and writes the master and moments.
 # The bf16 weight is one half of its master, so it adds nothing.
 OPTIMIZER_BYTES = 28
-BIG = 8192
+LARGE_SIZE = 8192
 LOAD_S = 0.5  # The seconds of work before timing under load, and while timing.
 REST_S = 0.5  # The seconds of rest after which a card's clock has recovered.
 # The least time for which each call is repeated. Ten products of a small model end before the clock settles.
@@ -78,13 +78,14 @@ def measure(config: Config, device: Device, dtype: torch.dtype) -> Floor:
     rested = products_ms + attention_ms
     if not device.is_cpu:
         rested = sum(alone(device, [call], least_ms=0.0) for call in multiplied + attended)
-    products_loaded, loaded = under_load(device, multiplied), under_load(device, multiplied + attended)
+    products_loaded = under_load(device, multiplied)
+    loaded = under_load(device, multiplied + attended)
     return Floor(rested, products_ms, products_loaded, attention_ms, loaded, optimizer, rate, speed)
 
 
 def product_rate(device: Device, dtype: torch.dtype) -> float:
     """Return the TFLOP/s of a large square product."""
-    side = BIG if not device.is_cpu else 512
+    side = LARGE_SIZE if not device.is_cpu else 512
     a, b = draw(device, dtype, side, side), draw(device, dtype, side, side)
     return 2 * side**3 / median_ms(device, lambda: a @ b) / 1e9
 
@@ -114,18 +115,19 @@ def attention_call(config: Config, device: Device, dtype: torch.dtype) -> Callab
 
     If ranks share sequences, it is one rank's share of the work: the kernels of its tiles, without communication.
     """
-    m, tp, cp, batch = config.model, config.layout.tp, config.layout.cp, config.train.micro_batch
+    model, tp, cp, batch = config.model, config.layout.tp, config.layout.cp, config.train.micro_batch
     if grid := config.layout.grid:  # A grid distributes sequences over one axis and heads over the other.
-        tp, batch = grid.size(grid.inner.features), batch // grid.rows(grid.inner)
-    heads, kv = m.heads // tp, max(1, m.kv_heads // tp)
+        tp = grid.size(grid.inner.features)
+        batch = batch // grid.rows(grid.inner)
+    heads, kv = model.heads // tp, max(1, model.kv_heads // tp)
     if cp > 1 and not config.context_plan.inner:
         return partial(_run_all, _tiles(config, device, dtype, heads, kv))
     if cp > 1:
         heads, kv = heads // cp, max(1, kv // cp)
-    q, k, v = (draw(device, dtype, batch, n, m.seq, m.head_dim).requires_grad_() for n in (heads, kv, kv))
+    q, k, v = (draw(device, dtype, batch, n, model.seq, model.head_dim).requires_grad_() for n in (heads, kv, kv))
     grad = torch.randn_like(q)
     if config.data.reset_attention:
-        within = Documents.of(documents_of(m.seq)[None].repeat(batch, 0), device.torch)
+        within = Documents.of(documents_of(model.seq)[None].repeat(batch, 0), device.torch)
         return lambda: torch.autograd.grad(document_attention(q, k, v, within), (q, k, v), grad)
 
     def both(backend: SDPBackend | None = None) -> None:
@@ -149,9 +151,9 @@ def _tiles(config: Config, device: Device, dtype: torch.dtype, heads: int, kv: i
     """Return the attention kernels of the first context-parallel rank: forward and backward of each tile."""
     m, cp, batch = config.model, config.layout.cp, config.train.micro_batch
     order = ORDERS[config.context.order](m.seq, cp, [m.seq]).order
-    given = ContextRows(Rows(order[None].repeat(batch, 0)), device.torch)
+    given = ContextRows(RowPositions(order[None].repeat(batch, 0)), device.torch)
     ring = config.context_plan.passes
-    sights = [given.sight(0, to, cp) for to in range(cp)] if ring else [given.gathered(0, cp)]
+    sights = [given.sight(0, to, cp) for to in range(cp)] if ring else [given.sight_of(0, cp)]
     q, grad = (draw(device, dtype, batch, heads, m.seq // cp, m.head_dim) for _ in range(2))
     k, v = (draw(device, dtype, batch, kv, m.seq // (cp if ring else 1), m.head_dim) for _ in range(2))
     calls: list[Callable[[], Any]] = []

@@ -22,21 +22,21 @@ ELEMENT = 4  # The bytes of a float32.
 MAX_CALLS = 2000  # The most calls per round.
 
 
-def timed(world: Group, device: Device, work: Callable[[], Any], seconds: float) -> float:
+def time_work(world: Group, device: Device, work: Callable[[], Any], seconds: float) -> float:
     """Return the seconds per call of `work` on the slowest rank: the median of a few rounds that all ranks begin
     together. `seconds` is the approximate time budget for all rounds."""
     work()
-    once = world.agreed(_round(world, device, work, 1), device.torch)
+    once = world.max_over_ranks(_round(world, device, work, 1), device.torch)
     calls = min(MAX_CALLS, max(1, int(seconds / ROUNDS / once)))
     rounds = ROUNDS if once < seconds else SLOW_ROUNDS
     middle = statistics.median(_round(world, device, work, calls) for _ in range(rounds))
-    return world.agreed(middle, device.torch)
+    return world.max_over_ranks(middle, device.torch)
 
 
 def _round(world: Group, device: Device, work: Callable[[], Any], calls: int) -> float:
     """Return the seconds per call of a round on this rank."""
     device.synchronize()
-    world.agreed(0.0, device.torch)  # A barrier: all ranks begin at once.
+    world.max_over_ranks(0.0, device.torch)  # A barrier: all ranks begin at once.
     begin = time.perf_counter()
     for _ in range(calls):
         work()
@@ -46,8 +46,8 @@ def _round(world: Group, device: Device, work: Callable[[], Any], calls: int) ->
 
 def call_of(op: str, group: Group, payload: int, device: Device) -> Callable[[], Any]:
     """Return one call of `op` with this payload, whose number of elements is a multiple of the group's size."""
-    whole, shard = (_filled(payload // ELEMENT // parts, device) for parts in (1, group.size))
-    other = _filled(payload // ELEMENT if OPERATIONS[op].is_exchange else 0, device)
+    whole, shard = (_written_zeros(payload // ELEMENT // parts, device) for parts in (1, group.size))
+    other = _written_zeros(payload // ELEMENT if OPERATIONS[op].is_exchange else 0, device)
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: group.all_reduce(whole),
         "all_gather": lambda: group.all_gather(whole, shard),
@@ -68,7 +68,7 @@ def there_and_back(group: Group, x: Tensor) -> None:
         call(x, other).wait()
 
 
-def _filled(elements: int, device: Device) -> Tensor:
+def _written_zeros(elements: int, device: Device) -> Tensor:
     """Return zeros that were really written. The system maps untouched memory to one page of zeros, which is never
     fetched."""
     return torch.empty(elements, dtype=torch.float32, device=device.torch).zero_()
@@ -92,7 +92,7 @@ def measure_links(
             say(f"measuring {axis} {op}, {len(sizes)} sizes")
             for size in sizes:
                 payload = -(-size // unit) * unit
-                took = timed(mesh.world, device, call_of(op, group, payload, device), seconds)
+                took = time_work(mesh.world, device, call_of(op, group, payload, device), seconds)
                 one_way = took / 2 if OPERATIONS[op].is_message else took  # A send is timed as a round trip.
                 points.append(Measurement(axis, op, group.size, per_node, payload, one_way))
     return points

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.bench.fit import robust
-from meshwright.bench.links import timed
+from meshwright.bench.links import time_work
 from meshwright.bench.models import LLAMA_ARCHITECTURE
 from meshwright.bench.profile import lone_cluster
 from meshwright.bench.request import host_bytes
@@ -83,7 +83,7 @@ def measure_rates(mesh: Mesh, device: Device, local_world: int, seconds: float, 
     say(f"measuring products, attention, memory and steps of {device.name}")
 
     def time(work: Callable[[], Any]) -> float:
-        return timed(mesh.world, device, work, seconds)
+        return time_work(mesh.world, device, work, seconds)
 
     precision = "fp32" if device.is_cpu else "bf16"
     units = device.units()
@@ -119,7 +119,9 @@ def product_tflops(device: Device, precision: str, units: int, time: Callable[..
 def processor_products(precision: str, time: Callable[..., float]) -> tuple[float, float]:
     """Return (TFLOP/s, GB/s) of products on a CPU: the rate of their FLOPs, and the rate at which their matrices are
     read in addition. Both are fitted to several shapes, each with both gradients."""
-    rows, times, dtype = [], [], PRECISION_DTYPES[precision]
+    rows = []
+    times = []
+    dtype = PRECISION_DTYPES[precision]
     for tokens, n, k in PRODUCTS:
         x, y, w = (torch.randn(*shape).to(dtype) for shape in ((tokens, k), (tokens, n), (n, k)))
         out = torch.empty_like(w)
@@ -152,7 +154,7 @@ def contention(mesh: Mesh, device: Device, precision: str, seconds: float) -> fl
     communication takes nothing from compute."""
     group = mesh.samples if not mesh.samples.alone else mesh.world
     bucket = torch.empty(BUCKET_BYTES // 4, device=device.torch).zero_()
-    alone = timed(mesh.world, device, lambda: group.all_reduce(bucket), WAIT_TIME_FACTOR * seconds)
+    alone = time_work(mesh.world, device, lambda: group.all_reduce(bucket), WAIT_TIME_FACTOR * seconds)
     products = many_products(mesh, device, precision, 2 * alone)
 
     def overlapped() -> None:
@@ -160,7 +162,7 @@ def contention(mesh: Mesh, device: Device, precision: str, seconds: float) -> fl
         products()
         pending.wait()
 
-    both, apart = (timed(mesh.world, device, work, WAIT_TIME_FACTOR * seconds) for work in (overlapped, products))
+    both, apart = (time_work(mesh.world, device, work, WAIT_TIME_FACTOR * seconds) for work in (overlapped, products))
     return min(1.0, max(0.0, (both - apart) / alone))
 
 
@@ -175,7 +177,7 @@ def wait(mesh: Mesh, device: Device, precision: str, seconds: float) -> float:
         meet()
 
     budget = WAIT_TIME_FACTOR * seconds
-    apart, both, meeting = (timed(mesh.world, device, work, budget) for work in (products, between, meet))
+    apart, both, meeting = (time_work(mesh.world, device, work, budget) for work in (products, between, meet))
     return max(0.0, both - apart - meeting)
 
 
@@ -183,7 +185,7 @@ def many_products(mesh: Mesh, device: Device, precision: str, seconds: float) ->
     """Return a call that computes products for about `seconds`, the same number on every rank."""
     side = 384 if device.is_cpu else 4096
     a, b = (draw(device, PRECISION_DTYPES[precision], side, side) for _ in range(2))
-    count = max(1, round(seconds / timed(mesh.world, device, lambda: a @ b, 0.05)))
+    count = max(1, round(seconds / time_work(mesh.world, device, lambda: a @ b, 0.05)))
 
     def products() -> None:
         for _ in range(count):
@@ -235,7 +237,8 @@ def fit_steps(rates: Rates, configs: Sequence[Config], steps: Sequence[float]) -
     columns = [[planned_seconds(c, lone_cluster(replace(nothing, step_gb_s=1.0))) for c in configs]]
     if rates.units == 1:
         columns.append([planned_seconds(c, lone_cluster(replace(nothing, kernel_us=1.0))) for c in configs])
-    rows, measured = np.array(columns).T, np.array(steps)
+    rows = np.array(columns).T
+    measured = np.array(steps)
     coefficients = robust(rows, np.maximum(measured - known, 0.01 * measured), measured)
     error = float(np.median(np.abs(rows @ coefficients + known - measured) / measured))
     kernel = float(coefficients[1]) if len(coefficients) > 1 else 0.0

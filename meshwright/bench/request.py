@@ -14,7 +14,7 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "": 1}
 
 
 @dataclass(frozen=True)
-class Request:
+class MeasurementRequest:
     """The measurements to make: every op with every size on every axis of a layout."""
 
     layout: Layout

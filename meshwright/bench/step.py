@@ -18,7 +18,7 @@ from meshwright.device import Device
 from meshwright.dryrun.run_rank import make_rank
 from meshwright.dryrun.stand_ins import documents_of, release
 from meshwright.engine.step import Trainer
-from meshwright.run.loop import Ahead
+from meshwright.run.loop import LaunchAhead
 
 
 def make_trainer(config: Config, device: Device) -> Trainer:
@@ -31,7 +31,7 @@ def make_trainer(config: Config, device: Device) -> Trainer:
 def measure(trainer: Trainer, steps: int, warm: int = 3) -> dict[str, Any]:
     """Time `steps` steps after `warm` steps, then profile two more. Return the measured part of the command's output.
     The trainer can't be used afterwards."""
-    ahead = Ahead(trainer, lambda step: step in (warm, warm + steps))
+    ahead = LaunchAhead(trainer, lambda step: step in (warm, warm + steps))
     losses = [ahead.next(False).loss for _ in range(warm)]
     results = [ahead.next(False) for _ in range(steps)]
 

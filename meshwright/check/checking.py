@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.check.made_samples import OtherFirst, samples_for
+from meshwright.check.made_samples import WithoutFirstDocument, samples_for
 from meshwright.check.oracle import Pairs, divided_gradients, error_of, gather_global, largest_of, parameters
 from meshwright.checkpoint.base import begin_with_folder, read_base
-from meshwright.comm.watchdog import watched
+from meshwright.comm.watchdog import watchdog_for
 from meshwright.config.rules import RULES, check
 from meshwright.config.sections import Config
 from meshwright.engine.batches import MicroBatches
@@ -77,7 +77,7 @@ class Steps:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
-class Recorder:
+class GradientRecorder:
     """A hook that passes all gradients of a step, as true means, to `take` before the update uses them."""
 
     def __init__(self, trainer: Trainer, take: Callable[[Pairs], None]) -> None:
@@ -92,7 +92,7 @@ class Recorder:
         return totals, normalisation
 
 
-class Stored:
+class StoredTensors:
     """The whole tensors of one process in a folder, one file each. Ranks map them into memory."""
 
     def __init__(self, folder: Path) -> None:
@@ -128,11 +128,12 @@ class Stored:
 @contextmanager
 def trainer_of(config: Config, own: Providers) -> Iterator[Trainer]:
     """Build this rank's trainer like a run does, and leave the world afterwards."""
-    place, comm = joined_place() or find_place(), config.comm
+    place = joined_place() or find_place()
+    comm = config.comm
     check(config, place.world, RULES)
     device, joined = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
     ctx = build_context(config, place.rank, place.world, device, place.local_world, trains=True)
-    with watched(ctx.mesh, comm.timeout, device, joined):
+    with watchdog_for(ctx.mesh, comm.timeout, device, joined):
         modules = build_modules(ctx, own.model)
         data = samples_for(config) if own.datasets is None else own.datasets(ctx, (0, 0, 0))[0]
         trainer = Trainer(ctx, modules, in_precision(ctx, modules, own.forward), data)
@@ -145,7 +146,7 @@ def trainer_of(config: Config, own: Providers) -> Iterator[Trainer]:
         yield trainer
         trainer.data_parallel.weights.wait_for_gathers()
         # A barrier: no rank leaves before all are done, since a launcher stops the other ranks when one ends early.
-        ctx.mesh.world.agreed(0.0, device.torch)
+        ctx.mesh.world.max_over_ranks(0.0, device.torch)
     if joined:
         leave()
 
@@ -156,9 +157,9 @@ def run_reference(config: Config, folder: Path, own: Providers, compared: int) -
         steps = Steps(names=list(_names(trainer)))
 
         def take(pairs: Pairs) -> None:
-            Stored.write(folder / f"step-{trainer.step_number + 1}", pairs)
+            StoredTensors.write(folder / f"step-{trainer.step_number + 1}", pairs)
 
-        _train(trainer, steps, take, compared, lambda: Stored.write(folder / AFTER, parameters(trainer)))
+        _train(trainer, steps, take, compared, lambda: StoredTensors.write(folder / AFTER, parameters(trainer)))
         steps.write(folder / REFERENCE)
 
 
@@ -168,13 +169,13 @@ def run_rank(config: Config, folder: Path, own: Providers, compared: int) -> Non
         steps = Steps()
 
         def take(pairs: Pairs) -> None:
-            steps.gradients.append(Stored(folder / f"step-{trainer.step_number + 1}").errors(pairs))
+            steps.gradients.append(StoredTensors(folder / f"step-{trainer.step_number + 1}").errors(pairs))
 
         def after() -> None:
-            steps.parameters = Stored(folder / AFTER).errors(parameters(trainer))
+            steps.parameters = StoredTensors(folder / AFTER).errors(parameters(trainer))
 
         _train(trainer, steps, take, compared, after)
-        steps.documents = documents_moved(trainer)
+        steps.documents = document_leakage(trainer)
         steps.write(folder / f"rank-{trainer.ctx.rank}.json")
 
 
@@ -183,7 +184,8 @@ def _train(
 ) -> None:
     """Train all steps, and record the first `compared` ones. The ledger of later steps holds only the communication of
     a normal step. `after` is called between them."""
-    recorder, device = Recorder(trainer, take), trainer.ctx.device
+    recorder = GradientRecorder(trainer, take)
+    device = trainer.ctx.device
     device.reset_peak()
     for step in range(trainer.ctx.config.train.steps):
         recorder.active = step < compared
@@ -192,11 +194,13 @@ def _train(
         result = trainer.step()
         steps.losses.append(result.loss)
         steps.norms.append(result.grad_norm)
-    steps.comm, steps.samples, steps.monitored = result.comm, result.global_batch, len(result.monitored)
+    steps.comm = result.comm
+    steps.samples = result.global_batch
+    steps.monitored = len(result.monitored)
     steps.peak_bytes = device.peak_bytes()
 
 
-def documents_moved(trainer: Trainer) -> float | None:
+def document_leakage(trainer: Trainer) -> float | None:
     """Return the relative change of the loss of all documents except the first, when the tokens of the first change.
     Return None if samples are not packed.
 
@@ -209,7 +213,7 @@ def documents_moved(trainer: Trainer) -> float | None:
     paired = config.objective_facts.judges_answers and not config.tune.judges_each
     losses = []
     for changed in (False, True):
-        data = OtherFirst(trainer.train_batches.dataset, config.model.vocab, 2 if paired else 1, changed)
+        data = WithoutFirstDocument(trainer.train_batches.dataset, config.model.vocab, 2 if paired else 1, changed)
         batches = MicroBatches(ctx, data, fields_of(trainer.modules), trainer.train_batches.reader)
         samples = 4 * validation_unit(ctx)
         mean = mean_loss(trainer.executor, batches, samples, trainer.data_parallel.stage, trainer.declared_terms)

@@ -35,7 +35,7 @@ ONE_PROCESS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Compared:
+class ModelComparison:
     """The comparison of two models. Differences are relative to the largest logit."""
 
     maximum: float
@@ -71,17 +71,19 @@ class Compared:
         return "\n".join([*lines, "both agree" if self.agree else "THEY DIFFER"])
 
 
-def compare_folders(checkpoint: str, folder: Path, sections: dict[str, dict[str, Any]], tolerance: float) -> Compared:
+def compare_folders(
+    checkpoint: str, folder: Path, sections: dict[str, dict[str, Any]], tolerance: float
+) -> ModelComparison:
     """Compare our checkpoint with transformers' model of a folder. With a `tolerance` of 0, the dtype's default is
     used."""
     import transformers
 
     layers = {name: {**sections.get(name, {}), **keys} for name, keys in ONE_PROCESS.items()}
 
-    def use(ctx: Context, modules: list[nn.Module], place: Any) -> Compared:
-        return _compared(ctx, modules[0].eval(), transformers, folder, tolerance)
+    def use(ctx: Context, modules: list[nn.Module], place: Any) -> ModelComparison:
+        return _compare_logits(ctx, modules[0].eval(), transformers, folder, tolerance)
 
-    compared: Compared = with_model(checkpoint, {**sections, **layers}, use)
+    compared: ModelComparison = with_model(checkpoint, {**sections, **layers}, use)
     return compared
 
 
@@ -92,26 +94,31 @@ def theirs_of(transformers: Any, folder: Path, kind: str) -> Any:
 
 
 @torch.no_grad()
-def _compared(ctx: Context, module: nn.Module, transformers: Any, folder: Path, tolerance: float) -> Compared:
+def _compare_logits(
+    ctx: Context, module: nn.Module, transformers: Any, folder: Path, tolerance: float
+) -> ModelComparison:
     model = ctx.config.model
-    theirs, tokenizer = theirs_of(transformers, folder, model.kind), tokenizer_beside(folder, ())
+    theirs = theirs_of(transformers, folder, model.kind)
+    tokenizer = tokenizer_beside(folder, ())
     longest = max(2, min(LONGEST, model.seq if not model.kind_facts.writes_text else model.seq - WRITTEN))
     texts = [_ids(text, tokenizer, model.vocab, longest, n) for n, text in enumerate(TEXTS)]
     largest = worst = total = 0.0
     count = 0
     for ids in texts:
-        ours, their = our_logits(ctx, module, ids), their_logits(theirs, ids, model.kind, model.t5.start)
+        ours = our_logits(ctx, module, ids)
+        their = their_logits(theirs, ids, model.kind, model.t5.start)
         off = (ours[:, : model.vocab].double() - their[:, : model.vocab].double()).abs()
         largest = max(largest, float(their.abs().max()))
         # NaN counts as an infinite difference.
         worst = max(worst, float(off.max().nan_to_num(torch.inf)))
-        total, count = total + float(off.sum()), count + off.numel()
+        total = total + float(off.sum())
+        count = count + off.numel()
     known = tolerance or TOLERANCES.get(_dtype_word(folder, transformers), TOLERANCES["float32"])
     written, wrote, split = _written(ctx, module, theirs, texts[0], known * largest)
     shown = None
     if tokenizer is not None and model.kind_facts.writes_text:
         shown = (tokenizer.decode(written), tokenizer.decode(wrote))
-    return Compared(
+    return ModelComparison(
         worst / largest, total / count / largest, known, sum(map(len, texts)), written, wrote, split,
         tokenizer is not None, shown,
     )  # fmt: skip

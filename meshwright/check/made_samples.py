@@ -52,18 +52,20 @@ class MadeMasked:
         self.model, self.blind = model, blind
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        m, random = self.model, np.random.default_rng([11, n])
-        length = m.seq - 3 * (n % 3)
-        at, count = np.arange(m.seq), 1 + n % m.predictions
-        places = np.zeros(m.predictions, np.int64)
+        model = self.model
+        random = np.random.default_rng([11, n])
+        length = model.seq - 3 * (n % 3)
+        at, count = np.arange(model.seq), 1 + n % model.predictions
+        places = np.zeros(model.predictions, np.int64)
         places[:count] = np.sort(random.permutation(np.arange(1, length))[:count])
-        mask = (np.arange(m.predictions) < count) & (not (self.blind and n % 2))
+        mask = (np.arange(model.predictions) < count) & (not (self.blind and n % 2))
         fields = {
-            "tokens": random.integers(0, m.vocab, m.seq), "labels": random.integers(0, m.vocab, m.predictions),
+            "tokens": random.integers(0, model.vocab, model.seq),
+            "labels": random.integers(0, model.vocab, model.predictions),
             "segments": (at >= length).astype(np.int64), "places": places, "loss_mask": mask.astype(np.int64),
         }  # fmt: skip
         fields["token_types"] = ((at > length // 2) & (at < length)).astype(np.int64)
-        return fields | ({"swapped": np.asarray(random.integers(0, 2))} if m.pooler else {})
+        return fields | ({"swapped": np.asarray(random.integers(0, 2))} if model.pooler else {})
 
 
 class MadeBlanks:
@@ -73,16 +75,19 @@ class MadeBlanks:
         self.model, self.blind = model, blind
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        m, random = self.model, np.random.default_rng([17, n])
-        at, source, used = np.arange(m.seq), 3 + n % 7, m.seq - n % 3
+        model = self.model
+        random = np.random.default_rng([17, n])
+        at = np.arange(model.seq)
+        source = 3 + n % 7
+        used = model.seq - n % 3
         later = (at >= source) & (at < used)
         fields = {
-            "tokens": random.integers(0, m.vocab, m.seq), "labels": random.integers(0, m.vocab, m.seq),
+            "tokens": random.integers(0, model.vocab, model.seq), "labels": random.integers(0, model.vocab, model.seq),
             "loss_mask": (later & (not (self.blind and n % 2))).astype(np.int64),
             "positions": np.where(at < source, at, random.integers(0, source)),
             "segments": np.where(at < source, 0, np.where(at < used, 1, 2)),
         }  # fmt: skip
-        return fields | ({"token_types": np.where(later, at - source + 1, 0)} if m.token_types else {})
+        return fields | ({"token_types": np.where(later, at - source + 1, 0)} if model.token_types else {})
 
 
 class MadeSpans:
@@ -92,7 +97,8 @@ class MadeSpans:
         self.model, self.blind = model, blind
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
-        m, random = self.model, np.random.default_rng([13, n])
+        m = self.model
+        random = np.random.default_rng([13, n])
         length = m.t5.decoder_seq
         labels = random.integers(0, m.vocab, length)
         mask = (np.arange(length) < length - n % 3) & (not (self.blind and n % 2))
@@ -123,7 +129,8 @@ class MadeAnswers:
         begin, number = 0, 0
         for number in range(2 if n % 3 == 2 else 4):
             length = self.seq // 8 + (n + number) % 3
-            ids, here = random.integers(0, self.vocab, length + 1), slice(begin, begin + length)
+            ids = random.integers(0, self.vocab, length + 1)
+            here = slice(begin, begin + length)
             fields["tokens"][here], fields["labels"][here] = ids[:-1], ids[1:]
             mark = 2 if self.judged and (n + number) % 2 else 1
             fields["loss_mask"][here] = np.where(np.arange(length) >= 1, mark, 0)
@@ -138,13 +145,14 @@ class Fields:
     """A dataset reduced to the fields that a config's data have. A step sends no other fields."""
 
     def __init__(self, dataset: Any, config: Config) -> None:
-        self.dataset, self.names = dataset, set(data_fields(config))
+        self.dataset = dataset
+        self.names = set(data_fields(config))
 
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]:
         return {name: value for name, value in self.dataset.sample(n).items() if name in self.names}
 
 
-class OtherFirst:
+class WithoutFirstDocument:
     """The samples of a dataset with the first document (or pair of answers) excluded from the loss.
 
     `changed`: the first document also has other tokens, which must not affect the loss of the others.

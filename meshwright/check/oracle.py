@@ -19,7 +19,7 @@ from meshwright.engine.step import Trainer
 from meshwright.spec.layout.params import ParamRecord
 
 Pairs = list[tuple[Any, torch.Tensor]]
-Whole = dict[str, np.ndarray[Any, Any]]
+WholeTensors = dict[str, np.ndarray[Any, Any]]
 
 # The allowed error of a gradient, a norm or a parameter in float64, relative to its largest element.
 EXACT = 1e-10
@@ -72,9 +72,9 @@ def parameters(trainer: Trainer) -> Pairs:
     return pairs
 
 
-def gather_global(pairs: Pairs) -> Whole:
+def gather_global(pairs: Pairs) -> WholeTensors:
     """Return the global tensors of a single process, from its local ones."""
-    whole: Whole = {}
+    whole: WholeTensors = {}
     for record, local in pairs:
         target = whole.setdefault(record.name, np.zeros(record.shape))
         for box in record.boxes:
@@ -86,7 +86,7 @@ def box_slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, .
     return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
 
 
-def largest_of(whole: Whole) -> float:
+def largest_of(whole: WholeTensors) -> float:
     """Return the largest absolute value of all tensors."""
     return max((float(np.abs(value).max()) for value in whole.values() if value.size), default=0.0)
 
@@ -106,15 +106,16 @@ def error_of(record: ParamRecord, local: torch.Tensor, reference: np.ndarray[Any
     return result
 
 
-def errors(pairs: Pairs, whole: Whole) -> dict[str, float]:
+def errors(pairs: Pairs, whole: WholeTensors) -> dict[str, float]:
     """Return the largest error of this rank's shard of each parameter, by name."""
-    largest, by_name = largest_of(whole), dict.fromkeys((record.name for record, _ in pairs), 0.0)
+    largest = largest_of(whole)
+    by_name = dict.fromkeys((record.name for record, _ in pairs), 0.0)
     for record, local in pairs:
         by_name[record.name] = max(by_name[record.name], error_of(record, local, whole[record.name], largest))
     return by_name
 
 
-def worst(pairs: Pairs, whole: Whole) -> tuple[float, str]:
+def worst(pairs: Pairs, whole: WholeTensors) -> tuple[float, str]:
     """Return the largest error and its parameter. The name is empty if there is no error at all."""
     by_name = errors(pairs, whole)
     name = max(by_name, key=lambda each: by_name[each], default="")

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Union
 import torch
 from torch import nn
 
-from meshwright.checkpoint.contract import Checkpointed
+from meshwright.checkpoint.contract import CheckpointedTrainer
 from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.planned_files import PlannedFolder
-from meshwright.config.load import flat, plain
+from meshwright.config.load import flat, to_plain
 from meshwright.config.sections import TRAINING_KEYS, Config, ModelConfig
 from meshwright.engine.sharding.buffers import PARAM, REPLICA_STATE, State, regions
 from meshwright.engine.sharding.remainders import Values
@@ -88,7 +88,8 @@ def open_base(base: str, model: ModelConfig) -> Base:
 
     folder = fmt.model_folder(base)
     source: Base = HFFolder(folder, model.seq) if (folder / "config.json").is_file() else open_weights(folder)
-    words = _differences(plain(source.model) if isinstance(source, HFFolder) else source.index.config["model"], model)
+    its_model = to_plain(source.model) if isinstance(source, HFFolder) else source.index.config["model"]
+    words = _differences(its_model, model)
     if words:
         raise UserError(f"{folder}, the base, is of another model: {words}; take its model section")
     return source
@@ -96,7 +97,7 @@ def open_base(base: str, model: ModelConfig) -> Base:
 
 def _differences(theirs: dict[str, Any], model: ModelConfig) -> str:
     """Return the keys in which a model section differs from ours, in words; "" if the weights mean the same."""
-    ours, others = flat(plain(model)), flat(theirs)
+    ours, others = flat(to_plain(model)), flat(theirs)
     # These keys do not change the meaning of the weights, so a source of weights may differ in them.
     ignored = {*TRAINING_KEYS, "seq"} | (set() if model.has_rope else {"rope_theta"})
     strange = [key for key in ours if key not in ignored and key in others and others[key] != ours[key]]
@@ -123,14 +124,14 @@ def check_digest(checkpoint: Path, base: str) -> None:
         )
 
 
-def read_base(trainer: Checkpointed) -> None:
+def read_base(trainer: CheckpointedTrainer) -> None:
     """Read this rank's shard of the base: all weights except the adapters. No rank waits for another here."""
     config = trainer.ctx.config
     read_weights(trainer, open_base(config.tune.base, config.model))
 
 
 @torch.no_grad()
-def read_weights(trainer: Checkpointed, source: Base | PlannedFolder) -> None:
+def read_weights(trainer: CheckpointedTrainer, source: Base | PlannedFolder) -> None:
     """Read this rank's shard of all weights except the adapters."""
     # A gather in flight would overwrite the new weights with the old ones.
     trainer.data_parallel.weights.wait_for_gathers()
@@ -145,7 +146,7 @@ def read_weights(trainer: Checkpointed, source: Base | PlannedFolder) -> None:
 
 
 @torch.no_grad()
-def begin_with_folder(trainer: Checkpointed, modules: Sequence[nn.Module], fresh: bool) -> None:
+def begin_with_folder(trainer: CheckpointedTrainer, modules: Sequence[nn.Module], fresh: bool) -> None:
     """Read the data that a run takes from the folder named by model.hf: its weights if the run is `fresh` and has no
     base, and in any case the untrained buffers in its files."""
     config = trainer.ctx.config
@@ -161,7 +162,7 @@ def begin_with_folder(trainer: Checkpointed, modules: Sequence[nn.Module], fresh
         return
     else:
         source = HFFolder(folder, model.seq)
-        words = _differences(plain(source.model), model)
+        words = _differences(to_plain(source.model), model)
         if words and trainer.writes:
             notice(f"meshwright: warning: these weights were trained with other settings: {words}")
     if fresh:
@@ -195,7 +196,8 @@ def _fill_packed(source: Base | PlannedFolder, record: ParamRecord, low: int, hi
         fill_range(source, plain, first * inputs, (first + rows) * inputs, read.view(-1))
         if not read.isfinite().all():
             raise UserError(f"{plain.name} of the base has values that are not finite, which tune.quantise can't store")
-        begin, end = max(low, first * width), min(high, (first + rows) * width)
+        begin = max(low, first * width)
+        end = min(high, (first + rows) * width)
         packed = pack(read.to(values.device)).view(-1)
         values[begin - low : end - low] = packed[begin - first * width : end - first * width]
 

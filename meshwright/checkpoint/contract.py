@@ -32,7 +32,7 @@ class RankContext(Protocol):
     def rank(self) -> int: ...
 
 
-class Checkpointed(Protocol):
+class CheckpointedTrainer(Protocol):
     """A trainer that can be saved and restored."""
 
     step_number: int

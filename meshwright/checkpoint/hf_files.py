@@ -19,10 +19,10 @@ from meshwright.errors import UserError
 from meshwright.outside import of_kind, read_json
 from meshwright.record.checkpoint_format import blocks_of
 from meshwright.spec.layout.params import ParamRecord, slices_of
-from meshwright.spec.model.hf import family_named
+from meshwright.spec.model.hf import family_of_name
 from meshwright.spec.model.hf.family import Family
 from meshwright.spec.model.hf.folder import SHARDED_INDEX, SINGLE_FILE
-from meshwright.spec.model.hf.rows import Mapped
+from meshwright.spec.model.hf.rows import TensorMapping
 
 # The rows of two tables that are compared at a time.
 HEAD_ROWS = 4096
@@ -52,7 +52,7 @@ class NamedWeights:
 
     def __init__(self, folder: Path, config: dict[str, Any], family: Family, model: ModelConfig) -> None:
         self.folder, self.config, self.family, self.model = folder, config, family, model
-        self.tensors: dict[str, Mapped] = family.tensors(model)
+        self.tensors: dict[str, TensorMapping] = family.tensors(model)
         self.shapes = {name: mapped.shape for name, mapped in self.tensors.items()}
         self.left_out: list[str] = []  # Tensors of additional layers that the model does not use.
         self.stored = self._locate()  # By a tensor's full name, its name in this folder.
@@ -118,7 +118,8 @@ class NamedWeights:
         for run in mapped.runs:
             part = run.of_ours(low, high)
             if part is not None:
-                source, where = self.slice(self.stored[run.source]), part.theirs
+                source = self.slice(self.stored[run.source])
+                where = part.theirs
                 low_row, end = where.start, where.stop
                 rows = source[:, low_row:end].t() if mapped.transposed else source[low_row:end]
                 parts.append(rows[:: where.step])
@@ -147,7 +148,7 @@ class HFFolder(NamedWeights):
 
     def __init__(self, folder: Path, seq: int = 0) -> None:
         config = _json(folder / "config.json", folder)
-        family = family_named(config.get("model_type"))
+        family = family_of_name(config.get("model_type"))
         model = family.model_of(config, seq)
         self._block = fp8_block(config.get("quantization_config"))
         self.file_of = opened_weights(folder, bool(config.get("quantization_config")) and not self._block)
@@ -234,7 +235,7 @@ def _json(path: Path, folder: Path, kind: Any = dict[str, Any]) -> dict[str, Any
         raise UserError(f"{path} can't be read ({error}): get it again") from None
 
 
-def opened(path: Path) -> Any:
+def open_file(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -251,7 +252,7 @@ def opened_weights(folder: Path, quantised: bool) -> dict[str, Any]:
         )
     file_of: dict[str, Any] = {}
     for name in weight_files(folder):
-        file = opened(folder / name)
+        file = open_file(folder / name)
         file_of |= dict.fromkeys(file.keys(), file)
     return file_of
 

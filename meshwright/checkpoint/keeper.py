@@ -33,7 +33,7 @@ MAGIC = b"MWK2"
 LINE = len(MAGIC) + 1 + 8 + 1 + 64 + 1
 LONGEST_HEADER = 2**20
 NONCE = 16  # The bytes of each end's random number.
-KEPT = 2  # The number of newest steps whose copies are kept.
+KEPT_STEPS = 2  # The number of newest steps whose copies are kept.
 WAIT_S = 30.0  # The time limit for a silent peer.
 PIECE = 2**22  # The most bytes that one call receives.
 
@@ -93,7 +93,9 @@ class Channel:
     def receive(self) -> tuple[Header, list[bytearray]]:
         """Receive one message. Raise KeeperError if its signature or a hash is wrong."""
         line = bytes(_exactly(self.peer, LINE))
-        magic, length, signature = (line[:4], line[5:13], line[14:-1])
+        magic = line[:4]
+        length = line[5:13]
+        signature = line[14:-1]
         try:
             size = int(length, 16)
         except ValueError:
@@ -125,7 +127,7 @@ def _exactly(peer: socket.socket, size: int) -> bytearray:
     return data
 
 
-class Held(NamedTuple):
+class StoredCopy(NamedTuple):
     """A rank's copy: the run's number of ranks and its generation, the list of the blocks, and their bytes."""
 
     world: int
@@ -139,9 +141,9 @@ class Copies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[tuple[int, int], Held] = {}
+        self._held: dict[tuple[int, int], StoredCopy] = {}
 
-    def put(self, step: int, rank: int, new: Held) -> None:
+    def store(self, step: int, rank: int, new: StoredCopy) -> None:
         """Store a copy, and drop all copies except those of the newest steps.
 
         After a loss a run may go back to an earlier step. Copies of an earlier generation from this step on are then
@@ -153,16 +155,16 @@ class Copies:
             for at in {*late}:
                 del self._held[at]
             self._held[step, rank] = new
-            old = sorted({at[0] for at in self._held})[:-KEPT]
+            old = sorted({at[0] for at in self._held})[:-KEPT_STEPS]
             for at in [at for at in self._held if at[0] in old]:
                 del self._held[at]
 
-    def found(self) -> list[list[int]]:
+    def list_copies(self) -> list[list[int]]:
         """Return [step, rank, world, generation] of every copy."""
         with self._lock:
             return [[*at, held.world, held.generation] for at, held in sorted(self._held.items())]
 
-    def get(self, step: int, rank: int) -> Held:
+    def get(self, step: int, rank: int) -> StoredCopy:
         with self._lock:
             held = self._held.get((step, rank))
         if held is None:
@@ -175,10 +177,10 @@ def answer(copies: Copies, header: Header, parts: list[bytearray]) -> tuple[Head
     op = header.get("op")
     try:
         if op == "put" and len(parts) == 2:
-            copies.put(header["step"], header["rank"], Held(header["world"], header["generation"], *parts))
+            copies.store(header["step"], header["rank"], StoredCopy(header["world"], header["generation"], *parts))
             return {}, []
         if op == "found":
-            return {"found": copies.found()}, []
+            return {"found": copies.list_copies()}, []
         if op == "list":
             return {}, [copies.get(header["step"], header["rank"]).blocks]
         if op == "get":

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.contract import Checkpointed
+from meshwright.checkpoint.contract import CheckpointedTrainer
 from meshwright.checkpoint.tensor_file import TensorFile, checksum
 from meshwright.engine.optim.owned import MatrixState
 from meshwright.engine.sharding.buffers import (
@@ -23,10 +23,10 @@ from meshwright.engine.sharding.buffers import (
     PARAM,
     REDUCER,
     REPLICA_STATE,
-    Rows,
     SideState,
     Slot,
     State,
+    StateRows,
     regions,
 )
 from meshwright.engine.sharding.remainders import Values
@@ -119,7 +119,7 @@ class Reader:
 
 
 @torch.no_grad()
-def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
+def read_into(trainer: CheckpointedTrainer, reader: Reader, model_only: bool) -> None:
     """Read the state that this rank owns: the whole state of a run, or only its weights with `model_only`.
 
     A new run from such weights has a fresh optimizer and begins at step 0. No rank waits for another here, so one rank
@@ -137,7 +137,8 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
         for slot in state.buffer.slots:
             low, high = state.holds(slot)
             if low < high:
-                name, values = f"{kind}/{slot.record.name}", state.values(slot, low, high)
+                name = f"{kind}/{slot.record.name}"
+                values = state.values(slot, low, high)
                 if (state.replica or alone) and not model_only and REPLICA_STATE + name in reader.index.tensors:
                     # The saved run had a separate state for each replica.
                     fill_from_replicas(reader, REPLICA_STATE + name, state, slot, low, high)
@@ -150,7 +151,7 @@ def read_into(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
                     absorbed = f"{state.absorbs}/{slot.record.name}" if isinstance(state, State) else ""
                     if rows.row == 0 and absorbed in reader.index.tensors:
                         more = torch.empty_like(values)
-                        add_saved_rows(reader, absorbed, slot.record, Rows(0, 1), low, high, more)
+                        add_saved_rows(reader, absorbed, slot.record, StateRows(0, 1), low, high, more)
                         values.add_(more)
                 else:
                     # If the saved run had one replica, all replicas of this run start from its state.
@@ -184,7 +185,7 @@ def has_state(reader: Reader, name: str, state: State | SideState | MatrixState,
 
 
 def add_saved_rows(
-    reader: Reader, name: str, record: ParamRecord, at: Rows, low: int, high: int, values: Tensor
+    reader: Reader, name: str, record: ParamRecord, at: StateRows, low: int, high: int, values: Tensor
 ) -> None:
     """Fill a part of an additive state. The ranks that hold it now sum the rows of the ranks that saved it, using each
     row once. On an unchanged layout each rank reads its own row."""
@@ -196,7 +197,7 @@ def add_saved_rows(
         values.add_(part)
 
 
-def complete_load(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
+def complete_load(trainer: CheckpointedTrainer, reader: Reader, model_only: bool) -> None:
     """Gather the weights for the ranks that share them, and set the counters, after every rank has read its state."""
     trainer.publish()
     if not model_only:

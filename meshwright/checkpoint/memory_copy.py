@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.contract import Checkpointed
+from meshwright.checkpoint.contract import CheckpointedTrainer
 from meshwright.checkpoint.keeper import KEEPERS, KEY, KeeperError, KeeperLink
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Snapshot
 from meshwright.checkpoint.tensor_file import checksum, raw
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream
-from meshwright.engine.sharding.remainders import plain
+from meshwright.engine.sharding.remainders import as_tensor
 from meshwright.errors import notice
 from meshwright.outside import of_kind, parse_json
 from meshwright.record import checkpoint_format as fmt
@@ -51,7 +51,7 @@ class Keepers:
     key: bytes
 
     @classmethod
-    def known(cls, env: Mapping[str, str] = os.environ) -> Keepers | None:
+    def from_environment(cls, env: Mapping[str, str] = os.environ) -> Keepers | None:
         """Read the keepers from the environment. Return None if the launcher started none."""
         if KEEPERS not in env or KEY not in env:
             return None
@@ -73,7 +73,7 @@ class MemoryCopies:
     like those of a save. A thread then computes the checksums and sends the copy to the keepers.
     """
 
-    def __init__(self, trainer: Checkpointed, keepers: Keepers) -> None:
+    def __init__(self, trainer: CheckpointedTrainer, keepers: Keepers) -> None:
         self.trainer, self.keepers = trainer, keepers
         self._thread: threading.Thread | None = None
         self._failed = False
@@ -89,7 +89,7 @@ class MemoryCopies:
         snapshot = Snapshot(trainer)
         with SideStream(trainer.ctx.device):
             snapshot.copy_to_host(self._staging, everything=True)
-        snapshot.copied()
+        snapshot.release_sources()
         self.bytes = sum(math.prod(values.shape) * values.element_size() for _, _, values in snapshot.blocks)
         index = Index(
             trainer.step_number, trainer.consumed, trainer.ctx.layout.world, to_mapping(trainer.ctx.config),
@@ -108,7 +108,7 @@ class MemoryCopies:
     def _send(self, index: Index, snapshot: Snapshot) -> None:
         (name,), chunks, at = index.files, [], 0
         for tensor, start, block in snapshot.blocks:
-            values = plain(block).detach().contiguous()
+            values = as_tensor(block).detach().contiguous()
             # In memory a block's key is its offset in the rank's bytes.
             index.blocks.append(SavedBlock(tensor, start, tuple(values.shape), name, str(at), checksum(values)))
             chunks.append(raw(values))
@@ -132,13 +132,13 @@ class MemoryCopies:
 def newest_whole(keepers: Keepers) -> int:
     """Return the newest step for which the keepers hold the copies of all ranks, or 0 if there is none."""
     ranks: dict[tuple[int, int, int], set[int]] = {}
-    for _, found in _all_found(keepers):
+    for _, found in _list_all_copies(keepers):
         for step, rank, world, generation in found:
             ranks.setdefault((step, generation, world), set()).add(rank)
     return max((step for (step, _, world), has in ranks.items() if len(has) == world), default=0)
 
 
-def _all_found(keepers: Keepers) -> list[tuple[tuple[str, int], list[list[int]]]]:
+def _list_all_copies(keepers: Keepers) -> list[tuple[tuple[str, int], list[list[int]]]]:
     """Return, for every keeper that answers, its address and [step, rank, world, generation] of its copies."""
     answers = []
     for where in dict.fromkeys(keepers.addresses):
@@ -158,12 +158,12 @@ class MemoryReader(Reader):
         self._links = ExitStack()
         # By the file name of a rank's part: the rank, and the connection to the keeper that holds it.
         self._at: dict[str, tuple[int, KeeperLink]] = {}
-        super().__init__(Path(f"the copy of step {step} in memory"), self._gathered())
+        super().__init__(Path(f"the copy of step {step} in memory"), self._merge_index())
 
-    def _gathered(self) -> Index:
+    def _merge_index(self) -> Index:
         """Return the index, merged from the parts of all ranks. Raise DamagedCheckpoint if a part is missing."""
         holders: dict[tuple[int, int], dict[int, tuple[str, int]]] = {}
-        for where, found in _all_found(self.keepers):
+        for where, found in _list_all_copies(self.keepers):
             for step, rank, world, generation in found:
                 if step == self.step:
                     holders.setdefault((generation, world), {})[rank] = where

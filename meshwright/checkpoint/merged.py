@@ -20,11 +20,11 @@ from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import Reader
 from meshwright.config.load import config_from
 from meshwright.config.sections import Config
-from meshwright.nn.adapters.nf4 import rounded
-from meshwright.record.checkpoint_format import SAFETENSORS_DTYPES, Index, SavedTensor, blocks_of
+from meshwright.nn.adapters.nf4 import round_by_packing
+from meshwright.record.checkpoint_format import SAFETENSORS_DTYPES, Index, StoredTensor, blocks_of
 from meshwright.spec.layout.params import AdapterRecord, Box, Init, ParamRecord, slices_of
 from meshwright.spec.model.description import model_of
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 from meshwright.spec.model.tuning import is_adapter
 
 
@@ -44,18 +44,19 @@ class AdapterWeights:
     """The factors of a checkpoint's adapters. They are small, so they are read whole."""
 
     def __init__(self, reader: Reader) -> None:
-        self.reader, self.config = reader, config_in(reader.index)
-        records = model_of(self.config).records(ALONE).values()
+        self.reader = reader
+        self.config = config_in(reader.index)
+        records = model_of(self.config).records(SINGLE_RANK).values()
         self.records = {record.name: record.values for record in records}
         self.packed = {record.name for record in records if record.packs is not None}
         self.adapters = {record.name: record.values.adapters for record in records if record.adapters}
 
-    def changes(self, name: str) -> list[Change]:
+    def changes(self, name: str) -> list[AdapterValues]:
         """Return the values of a weight's adapters."""
         changes = []
         for adapter in self.adapters.get(name, ()):
             norms = None if adapter.norms is None else self.read(adapter.norms)
-            changes.append(Change(adapter, self.read(adapter.down), self.read(adapter.up), norms))
+            changes.append(AdapterValues(adapter, self.read(adapter.down), self.read(adapter.up), norms))
         return changes
 
     def read(self, record: ParamRecord) -> Tensor:
@@ -66,7 +67,7 @@ class AdapterWeights:
         return values
 
 
-class Change(NamedTuple):
+class AdapterValues(NamedTuple):
     """The values of one adapter. `norms`: with DoRA, how far the norms of the rows were moved."""
 
     record: AdapterRecord
@@ -90,7 +91,8 @@ class MergedWeights:
     """The weights of a checkpoint of adapters, merged with its base."""
 
     def __init__(self, reader: Reader) -> None:
-        self.folder, self.own = reader.folder, AdapterWeights(reader)
+        self.folder = reader.folder
+        self.own = AdapterWeights(reader)
         config = self.own.config
         self.base: Base = open_base(config.tune.base, config.model)
         check_digest(reader.folder, config.tune.base)
@@ -100,10 +102,10 @@ class MergedWeights:
         self.shapes = {name.removeprefix("param/"): tuple(each["shape"]) for name, each in self.index.tensors.items()}
         self._changes = lru_cache(maxsize=8)(self.own.changes)
 
-    def _tensors(self, reader: Reader) -> Iterator[tuple[str, SavedTensor]]:
+    def _tensors(self, reader: Reader) -> Iterator[tuple[str, StoredTensor]]:
         for name, record in self.own.records.items():
             if not is_adapter(name):
-                stored: SavedTensor = {"shape": list(record.shape), "dtype": self._dtype(name)}
+                stored: StoredTensor = {"shape": list(record.shape), "dtype": self._dtype(name)}
                 yield f"param/{name}", reader.index.tensors[f"param/{name}"] if record.trained else stored
 
     def _dtype(self, name: str) -> str:
@@ -130,24 +132,26 @@ class MergedWeights:
         for box in record.boxes if name in self.own.adapters or name in self.own.packed else ():
             for start, shape in blocks_of(box.shape, 8):
                 corner, at = (tuple(map(sum, zip(begin, start, strict=True))) for begin in (box.start, box.local_start))
-                local[slices_of(at, shape)] = self._changed(record, corner, shape).to(local.dtype)
+                local[slices_of(at, shape)] = self._merged_rectangle(record, corner, shape).to(local.dtype)
 
-    def _changed(self, record: ParamRecord, corner: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def _merged_rectangle(self, record: ParamRecord, corner: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Return a rectangle of a weight with its changes added.
 
         If the weight was packed (quantised), the changes were trained on the rounded values, so they are added to
         these. If rows are scaled to a norm or packed, whole rows are read.
         """
         (*before, first, left), (*experts, count, width) = corner, shape
-        changes, packed = self._changes(record.name), record.name in self.own.packed
+        changes = self._changes(record.name)
+        packed = record.name in self.own.packed
         whole_rows = packed or any(change.norms is not None for change in changes)
         read = (0, record.shape[-1]) if whole_rows else (left, width)
         part = box_record(record.name, record.shape, (*before, first, read[0]), (*experts, count, read[1]))
         values = torch.empty(part.local_shape, dtype=changes[0].down.dtype if changes else torch.float32)
         fill_range(self.base, part, 0, part.numel, values.view(-1))
-        values = rounded(values) if packed else values
+        values = round_by_packing(values) if packed else values
         for change in changes:
-            low, high = max(first, change.record.start), min(first + count, change.record.stop)
+            low = max(first, change.record.start)
+            high = min(first + count, change.record.stop)
             if low < high:
                 rows = slice(low - change.record.start, high - change.record.start)
                 where = (*slices_of(tuple(before), tuple(experts)), rows, slice(read[0], sum(read)))

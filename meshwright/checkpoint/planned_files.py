@@ -18,10 +18,10 @@ from meshwright.checkpoint.hf_files import opened_weights
 from meshwright.errors import UserError
 from meshwright.models.wrapped.blueprint import blueprint, read_config, skeleton
 from meshwright.spec.layout.params import Box, ParamRecord, overlap, slices_of
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 
 
-class Piece(NamedTuple):
+class SourceTensor(NamedTuple):
     """A tensor in the files, and its box in the parameter. `stacked`: it is one of many along a new first dim."""
 
     source: str
@@ -43,7 +43,7 @@ class PlannedFolder:
         self.pieces = self._pieces(module, own)
         self._check()
 
-    def _pieces(self, module: nn.Module, own: dict[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
+    def _pieces(self, module: nn.Module, own: dict[str, tuple[int, ...]]) -> dict[str, list[SourceTensor]]:
         """Return the stored tensors of each entry of the state dict. `own`: the shapes of these entries."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -61,7 +61,7 @@ class PlannedFolder:
                 target, pattern = key, None
             grouped.setdefault(target, {}).setdefault(pattern or "", []).append(key)
 
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[SourceTensor]] = {}
         for target, sources in grouped.items():
             if target not in own:
                 continue
@@ -71,14 +71,16 @@ class PlannedFolder:
             converter = next(each for each in converters if set(sources) <= set(each.source_patterns))
             operations = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
             order = [sources[pattern] for pattern in converter.source_patterns if pattern in sources]
-            pieces[target] = self._joined(target, operations, order)
+            pieces[target] = self._source_tensors(target, operations, order)
         return pieces
 
-    def _whole(self, source: str) -> Piece:
+    def _whole(self, source: str) -> SourceTensor:
         shape = self._shape(source)
-        return Piece(source, Box((0,) * len(shape), shape, (0,) * len(shape)), False)
+        return SourceTensor(source, Box((0,) * len(shape), shape, (0,) * len(shape)), False)
 
-    def _joined(self, target: str, operations: Sequence[tuple[str, Any]], sources: list[list[str]]) -> list[Piece]:
+    def _source_tensors(
+        self, target: str, operations: Sequence[tuple[str, Any]], sources: list[list[str]]
+    ) -> list[SourceTensor]:
         """Return the stored tensors of a parameter that is stacked from many, concatenated from a few, or both.
 
         `operations`: (name, dim) of the converter's steps. `sources`: the stored tensors of each source pattern.
@@ -99,7 +101,7 @@ class PlannedFolder:
                 start = [0] * len(box_shape)
                 start[0] = number if stacked else 0
                 start[dim] += offset if rest else 0
-                pieces.append(Piece(source, Box(tuple(start), box_shape, (0,) * len(box_shape)), stacked))
+                pieces.append(SourceTensor(source, Box(tuple(start), box_shape, (0,) * len(box_shape)), stacked))
             offset += box_shape[dim] if rest else 0
         return pieces
 
@@ -132,7 +134,8 @@ class PlannedFolder:
             if where := overlap(start, shape, box):
                 inside, at = where
                 part = self.file_of[source].get_slice(source)
-                values = part[at[1:] if stacked else at] if len(shape) > stacked else part[:]
+                inner = at[1:] if stacked else at
+                values = part[inner] if len(shape) > stacked else part[:]
                 out = values.new_empty(shape) if out is None else out
                 out[inside] = values[None] if stacked else values
         assert out is not None
@@ -159,7 +162,7 @@ class PlannedFolder:
 
 def named_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of a folder's model, by its name in the module."""
-    return {record.name: record.shape for record in blueprint(folder).model.records(ALONE).values()}
+    return {record.name: record.shape for record in blueprint(folder).model.records(SINGLE_RANK).values()}
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

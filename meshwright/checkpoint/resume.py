@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint.base import check_digest
-from meshwright.checkpoint.contract import Checkpointed
+from meshwright.checkpoint.contract import CheckpointedTrainer
 from meshwright.checkpoint.load import Reader, complete_load, read_into
 from meshwright.checkpoint.memory_copy import Keepers, MemoryReader, newest_whole
 from meshwright.comm.group import CommError
 from meshwright.config.load import flat, to_mapping
 from meshwright.config.sections import TRAINING_KEYS
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.errors import UserError, notice
 from meshwright.outside import read_json
 from meshwright.record import checkpoint_format as fmt
@@ -26,7 +26,7 @@ from meshwright.record.checkpoint_format import find_checkpoint
 from meshwright.record.companions import check_tokenizer
 
 # A file next to the checkpoints. It records that a job was asked to continue from an older checkpoint.
-WENT_BACK = "went-back.json"
+ROLLBACK_FILE = "went-back.json"
 # The model keys that change the shapes of parameters.
 SHAPING = ("kind", "layers", "hidden", "ffn", "experts.count", "experts.ffn")
 # The keys that decide which tokens the sample of a given number holds.
@@ -38,7 +38,7 @@ SAMPLES = (
 )  # fmt: skip
 
 
-def resume(trainer: Checkpointed, source: str | None) -> str:
+def resume(trainer: CheckpointedTrainer, source: str | None) -> str:
     """Load the state that this run continues from. Return `memory` if it came from copies in memory, else `disk`.
 
     Every rank calls this, and all load the same checkpoint or none. A damaged checkpoint is skipped with a warning, and
@@ -50,13 +50,13 @@ def resume(trainer: Checkpointed, source: str | None) -> str:
         fmt.remove_unfinished(folder)
         if not fmt.was_restarted():
             with suppress(OSError):
-                (folder / WENT_BACK).unlink()
+                (folder / ROLLBACK_FILE).unlink()
     begun, own, in_memory, steps = _chosen(trainer, folder, source)
     from_memory = in_memory > 0 and _from_memory(trainer, in_memory, bool(steps))
     if begun and not from_memory:
         _newest(trainer, folder, steps)
     elif source is not None and not begun:
-        damage = _attempt(trainer, lambda: Reader(_named(source, steps)), model_only=not own)
+        damage = _attempt(trainer, lambda: Reader(_resolve_source(source, steps)), model_only=not own)
         if damage is not None:
             raise damage
     if trainer.writes:
@@ -64,20 +64,20 @@ def resume(trainer: Checkpointed, source: str | None) -> str:
         try:
             fmt.set_aside(folder, trainer.step_number)
             if own:
-                fmt.write_json(folder / WENT_BACK, {"job": fmt.job_name(), "source": source})
+                fmt.write_json(folder / ROLLBACK_FILE, {"job": fmt.job_name(), "source": source})
         except OSError as error:
-            raise refused(f"{folder} can't be written", error, folder, "another checkpoint.dir") from None
+            raise refusal(f"{folder} can't be written", error, folder, "another checkpoint.dir") from None
     return "memory" if from_memory else "disk"
 
 
-def has_checkpoint(trainer: Checkpointed) -> bool:
+def has_checkpoint(trainer: CheckpointedTrainer) -> bool:
     """Return on every rank whether the run has a checkpoint, as seen by the rank that writes."""
     ctx = trainer.ctx
     here = trainer.writes and bool(fmt.list_checkpoints(fmt.checkpoint_folder(ctx.config)))
-    return bool(ctx.mesh.world.agreed(float(here), ctx.device.torch))
+    return bool(ctx.mesh.world.max_over_ranks(float(here), ctx.device.torch))
 
 
-def _say_where(trainer: Checkpointed, source: str | None, continues: bool, from_memory: bool) -> None:
+def _say_where(trainer: CheckpointedTrainer, source: str | None, continues: bool, from_memory: bool) -> None:
     """Print where the run begins. `verified` is true because every block was checked against its checksum."""
     config, step = trainer.ctx.config, trainer.step_number
     if continues and step:
@@ -88,20 +88,20 @@ def _say_where(trainer: Checkpointed, source: str | None, continues: bool, from_
         notice(f"begins {config.run.dir} with the weights of {source}, checkpoint verified")
 
 
-def _from_memory(trainer: Checkpointed, step: int, or_disk: bool) -> bool:
+def _from_memory(trainer: CheckpointedTrainer, step: int, or_disk: bool) -> bool:
     """Load the keepers' copy of a step. Return False, with a warning, if it can't be used.
 
     If there is no checkpoint on disk either (`or_disk` is False), raise so that the ranks restart: this rank's state
     may already be half overwritten by the copy.
     """
-    keepers = Keepers.known()
+    keepers = Keepers.from_environment()
 
-    def located() -> Reader:
+    def open_copy() -> Reader:
         if keepers is None:
             raise fmt.DamagedCheckpoint("this rank knows of no keepers")
         return MemoryReader(keepers, step)
 
-    damage = _attempt(trainer, located, model_only=False)
+    damage = _attempt(trainer, open_copy, model_only=False)
     if damage is not None and not or_disk:
         raise CommError(f"the copy of step {step} in memory was lost while it was loaded, and none is on disk")
     if damage is not None and trainer.writes:
@@ -109,7 +109,7 @@ def _from_memory(trainer: Checkpointed, step: int, or_disk: bool) -> bool:
     return damage is None
 
 
-def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bool, bool, int, list[int]]:
+def _chosen(trainer: CheckpointedTrainer, folder: Path, source: str | None) -> tuple[bool, bool, int, list[int]]:
     """Return (whether the run continues from its newest checkpoint, whether `source` is its own checkpoint, the step of
     a newer copy in memory or 0, the steps on disk to try).
 
@@ -121,14 +121,15 @@ def _chosen(trainer: Checkpointed, folder: Path, source: str | None) -> tuple[bo
     if trainer.writes:
         try:
             choice = _candidates(folder, source)
-            keepers = Keepers.known() if choice[0] and fmt.was_restarted() else None
+            keepers = Keepers.from_environment() if choice[0] and fmt.was_restarted() else None
             in_memory = newest_whole(keepers) if keepers else 0
             choice.insert(2, in_memory if in_memory > max(choice[2:], default=0) else 0)
         # -1 makes all ranks raise, below.
         except UserError as caught:
             error, choice = caught, [-1, 0, 0]
         except OSError as caught:
-            error, choice = refused(f"{source or folder} can't be read", caught), [-1, 0, 0]
+            error = refusal(f"{source or folder} can't be read", caught)
+            choice = [-1, 0, 0]
 
     # Broadcast the list by sums: all other ranks add zeros.
     device, world = trainer.ctx.device.torch, trainer.ctx.mesh.world
@@ -174,21 +175,21 @@ def _candidates(folder: Path, source: str | None) -> list[int]:
 def _went_back(folder: Path, source: str) -> bool:
     """Return True if this job has gone back to `source` before and was restarted since then."""
     try:
-        return fmt.was_restarted() and read_json(folder / WENT_BACK) == {
+        return fmt.was_restarted() and read_json(folder / ROLLBACK_FILE) == {
             "job": fmt.job_name(), "source": source,
         }  # fmt: skip
     except (OSError, ValueError):
         return False
 
 
-def _named(source: str, steps: list[int]) -> Path:
+def _resolve_source(source: str, steps: list[int]) -> Path:
     """Return the checkpoint that `source` names. If it names a run without a step, that is the checkpoint that was
     newest for the rank that chose."""
     path = find_checkpoint(source)
     return path.parent / fmt.folder_name(steps[0]) if steps else path
 
 
-def _newest(trainer: Checkpointed, folder: Path, steps: list[int]) -> None:
+def _newest(trainer: CheckpointedTrainer, folder: Path, steps: list[int]) -> None:
     """Load the first of these steps that is not damaged."""
     for number, step in enumerate(steps):
         damage = _attempt(trainer, partial(Reader, folder / fmt.folder_name(step)), model_only=False)
@@ -204,7 +205,7 @@ def _newest(trainer: Checkpointed, folder: Path, steps: list[int]) -> None:
 
 
 def _attempt(
-    trainer: Checkpointed, opened: Callable[[], Reader], model_only: bool
+    trainer: CheckpointedTrainer, opened: Callable[[], Reader], model_only: bool
 ) -> fmt.DamagedCheckpoint | SystemExit | None:
     """Load a checkpoint on all ranks or on none: if one rank finds it damaged, all treat it as damaged.
 
@@ -238,7 +239,7 @@ def _attempt(
     return error if isinstance(error, fmt.DamagedCheckpoint) and first_damaged == place else SystemExit(2)
 
 
-def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
+def _compare(trainer: CheckpointedTrainer, reader: Reader, model_only: bool) -> None:
     """Compare the settings that tensor shapes do not show: whether the model computes something else with the same
     weights, and whether sample numbers refer to other samples.
 
@@ -266,7 +267,8 @@ def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
         others = [key for key in keys if key in theirs and theirs[key] != ours[key]]
         return ", ".join(f"{key} (there {theirs[key]}, here {ours[key]})" for key in others)
 
-    model, data = changed(computed), changed(SAMPLES) if not model_only else ""
+    model = changed(computed)
+    data = changed(SAMPLES) if not model_only else ""
     if model and not model_only:
         fits = not changed([f"model.{key}" for key in SHAPING])
         again = f"from these weights with another run.dir and --from {reader.folder}" if fits else "in another run.dir"
@@ -281,25 +283,25 @@ def _compare(trainer: Checkpointed, reader: Reader, model_only: bool) -> None:
             print(f"meshwright: warning: {text}: {keys}", file=sys.stderr, flush=True)
 
 
-def _check_all_used(trainer: Checkpointed, reader: Reader) -> None:
+def _check_all_used(trainer: CheckpointedTrainer, reader: Reader) -> None:
     """Raise if some weight has no place on any rank. It belongs to another model, and the next checkpoint would lose
     it."""
     names = sorted(name for name in reader.index.tensors if name.startswith("param/"))
     ours = {f"param/{slot.record.name}" for buffer in trainer.data_parallel.buffers for slot in buffer.slots}
-    taken = torch.tensor([name in ours for name in names], dtype=torch.int64).to(trainer.ctx.device.torch)
-    trainer.ctx.mesh.world.all_reduce(taken, op="max")
-    left = [name.removeprefix("param/") for name, there in zip(names, taken.tolist(), strict=True) if not there]
-    if left:
+    is_used = torch.tensor([name in ours for name in names], dtype=torch.int64).to(trainer.ctx.device.torch)
+    trainer.ctx.mesh.world.all_reduce(is_used, op="max")
+    unused = [name.removeprefix("param/") for name, there in zip(names, is_used.tolist(), strict=True) if not there]
+    if unused:
         if not trainer.writes:
             raise SystemExit(2)
-        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         raise UserError(
-            f"{reader.folder} holds {', '.join(left[:3])}{more}, for which this config's model has no place: "
+            f"{reader.folder} holds {', '.join(unused[:3])}{more}, for which this config's model has no place: "
             "check the model section"
         )
 
 
-def load_checkpoint(trainer: Checkpointed, folder: Path, model_only: bool = False) -> None:
+def load_checkpoint(trainer: CheckpointedTrainer, folder: Path, model_only: bool = False) -> None:
     """Load this checkpoint, with all of its state or only the weights, and change no folder. Every rank calls this."""
     damage = _attempt(trainer, partial(Reader, folder), model_only)
     if damage is not None:

@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint import tensor_file
-from meshwright.checkpoint.contract import Checkpointed
+from meshwright.checkpoint.contract import CheckpointedTrainer
 from meshwright.comm.group import CommError
 from meshwright.config.load import to_mapping
 from meshwright.device import SideStream, is_host
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.engine.optim.owned import MatrixState
 from meshwright.engine.sharding.buffers import SideState, Slot, State, regions
 from meshwright.engine.sharding.data_parallel import DataParallel
-from meshwright.engine.sharding.remainders import PairedTensor, Values, plain, tensors_of
+from meshwright.engine.sharding.remainders import PairedTensor, Values, as_tensor, tensors_of
 from meshwright.errors import UserError
 from meshwright.record import checkpoint_format as fmt
 from meshwright.record.checkpoint_format import Index, SavedBlock
@@ -107,13 +107,13 @@ class Snapshot:
     block while they are written.
     """
 
-    def __init__(self, trainer: Checkpointed) -> None:
+    def __init__(self, trainer: CheckpointedTrainer) -> None:
         self.blocks: list[tuple[str, tuple[int, ...], Values]] = []
         self.tensors: dict[str, dict[str, Any]] = {}
         self._being_copied: list[Any] = []
         for state in trainer.states():
             for slot, low, high in ranges_to_write(trainer.data_parallel, state):
-                for record, values in state.saved(slot, low, high):
+                for record, values in state.saved_values(slot, low, high):
                     name = f"{state.name}/{record.name}"
                     dtype = str(values.dtype).removeprefix("torch.")
                     self.tensors[name] = {"shape": list(record.shape), "dtype": dtype}
@@ -132,8 +132,8 @@ class Snapshot:
         """Copy every block into `staging`, or without `everything` only blocks that can't be written in place.
 
         The buffers of `staging` are reused for the next save, because a copy into untouched memory takes many times as
-        long. The source tensors stay referenced until `copied`: copies may still be in flight on another stream, and
-        the allocator could give unreferenced memory to other tensors before it has been read.
+        long. The source tensors stay referenced until `release_sources`: copies may still be in flight on another
+        stream, and the allocator could give unreferenced memory to other tensors before it has been read.
         """
         self._being_copied = list(self.blocks)
         for number, (name, start, values) in enumerate(self.blocks):
@@ -148,7 +148,7 @@ class Snapshot:
                 copies.append(staging[at].copy_(x, non_blocking=True))
             self.blocks[number] = (name, start, PairedTensor(*copies) if len(copies) == 2 else copies[0])
 
-    def copied(self) -> None:
+    def release_sources(self) -> None:
         """Release the source tensors after all copies are complete."""
         self._being_copied = []
 
@@ -159,7 +159,7 @@ def write_part(folder: Path, rank: int, snapshot: Snapshot) -> None:
     file = part_file(folder, rank)
     block_values = [values for _, _, values in snapshot.blocks]
     entries = [tensor_file.TensorEntry.of(str(n), values) for n, values in enumerate(block_values)]
-    sums = tensor_file.write_tensors(file, entries, map(plain, block_values)) if block_values else []
+    sums = tensor_file.write_tensors(file, entries, map(as_tensor, block_values)) if block_values else []
     blocks = [
         SavedBlock(tensor, start, tuple(values.shape), file.name, str(n), crc)
         for n, ((tensor, start, values), crc) in enumerate(zip(snapshot.blocks, sums, strict=True))
@@ -207,7 +207,10 @@ def wait_for(
 ) -> None:
     """Wait until all of these files of one folder exist. `patience` limits the seconds since the last one appeared,
     because a dead rank would otherwise keep the others waiting for ever."""
-    folder, missing, since, pause = paths[0].parent, list(paths), clock(), POLL_S
+    folder = paths[0].parent
+    missing = list(paths)
+    since = clock()
+    pause = POLL_S
     while True:
         # One listing checks all files. The first one is also looked up, since a network disk may show an old listing.
         listed = set(os.listdir(folder)) if folder.is_dir() else set()
@@ -217,7 +220,9 @@ def wait_for(
         if failed := next((path.stem for path in left if path.with_suffix(FAILED).name in listed), None):
             raise UserError(f"{failed} could not write its part of the checkpoint")
         if len(left) < len(missing):
-            missing, since, pause = left, clock(), POLL_S
+            missing = left
+            since = clock()
+            pause = POLL_S
         elif clock() - since > patience:
             names = ", ".join(path.name for path in left[:8]) + (" and more" if len(left) > 8 else "")
             raise UserError(
@@ -241,7 +246,7 @@ class Saver:
     and the next save tries again. Two failures in a row end the run. The last save of a run is retried immediately.
     """
 
-    def __init__(self, trainer: Checkpointed, folder: Path, asynchronous: bool, busy: str, keep: int) -> None:
+    def __init__(self, trainer: CheckpointedTrainer, folder: Path, asynchronous: bool, busy: str, keep: int) -> None:
         self.trainer, self.folder = trainer, folder
         self.asynchronous, self.busy, self.keep = asynchronous, busy, keep
         self._thread: threading.Thread | None = None
@@ -329,15 +334,17 @@ class Saver:
         """Return True if `here` is true on any rank."""
         ctx = self.trainer.ctx
         with ctx.ledger.phase("checkpoint"):
-            return bool(ctx.mesh.world.agreed(float(here), ctx.device.torch))
+            return bool(ctx.mesh.world.max_over_ranks(float(here), ctx.device.torch))
 
     def _write(self, snapshot: Snapshot, index: Index, copies: SideStream) -> None:
         """Copy, write and commit one save. Runs in the saving thread, so errors are stored and not raised."""
-        aside, rank, begun = self.folder / fmt.saving_name(index.step), self.trainer.ctx.rank, time.monotonic()
+        aside = self.folder / fmt.saving_name(index.step)
+        rank = self.trainer.ctx.rank
+        begun = time.monotonic()
         try:
             with copies:
                 self._stage(snapshot)
-            snapshot.copied()
+            snapshot.release_sources()
             if self.asynchronous:
                 self._staged.set()
             write_part(aside, rank, snapshot)
@@ -350,7 +357,7 @@ class Saver:
             if isinstance(error, OSError):
                 where = error.filename or self.folder
                 what = f"the checkpoint can't be written to {where}"
-                self._error = refused(what, error, where, "another checkpoint.dir")
+                self._error = refusal(what, error, where, "another checkpoint.dir")
             if self._failures == 1:
                 # Only errors of the environment, such as a full disk, may be gone at the next attempt.
                 can_retry = isinstance(self._error, UserError)
@@ -360,7 +367,9 @@ class Saver:
                     then = "it is tried once more with the next one" if can_retry else "the run ends at the next one"
                 print(f"meshwright: warning: {self._error!s}; {then}", file=sys.stderr, flush=True)
         else:
-            self._failures, self.took_s, self.complete_step = 0, time.monotonic() - begun, index.step
+            self._failures = 0
+            self.took_s = time.monotonic() - begun
+            self.complete_step = index.step
         finally:
             self._staged.set()
 
@@ -377,7 +386,7 @@ class Saver:
                 "checkpoint.async=false"
             ) from None
 
-    def _finished(self) -> bool:
+    def _wait_for_writers(self) -> bool:
         """Wait until no rank is writing, and return whether all of them succeeded. Every rank must call this.
 
         Ranks finish at different times, on a slow disk by more than `comm.timeout`, so no rank may wait for another's
@@ -385,7 +394,8 @@ class Saver:
         second. This also spares the disk, as only the rank that commits looks for files. If a rank's disk hangs for
         good, the rank misses the next collective and the watchdog names it.
         """
-        pause, end = POLL_S, time.monotonic() + 2 * PART_WAIT_S
+        pause = POLL_S
+        end = time.monotonic() + 2 * PART_WAIT_S
         while self._any(self.is_writing and time.monotonic() < end):
             if self._thread is not None:
                 self._thread.join(pause)
@@ -403,18 +413,18 @@ class Saver:
     def wait(self) -> None:
         """Wait until all ranks have written the save in flight and it is committed. Every rank must call this."""
         if self._thread is not None:
-            self._finished()
+            self._wait_for_writers()
         if self._error is not None and (self._failures > 1 or not isinstance(self._error, UserError)):
             raise self._error
 
-    def committed(self) -> None:
+    def wait_for_commit(self) -> None:
         """Wait until the run's last save is complete, and retry it once if it failed. Every rank must call this at the
         end of the run. No rank returns before all agree."""
-        if self._finished():
+        if self._wait_for_writers():
             return
         if self.trainer.writes:
             fmt.remove_unfinished(self.folder)
         self._any(False)  # A barrier: no rank saves again before the folder is removed.
         self._begin()
-        if not self._finished():
+        if not self._wait_for_writers():
             raise self._error or SystemExit(2)

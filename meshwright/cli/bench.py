@@ -16,7 +16,7 @@ from meshwright.errors import UserError, nearest, plural
 from meshwright.show.units import percent
 
 # The most tokens of a micro-batch. At this size one activation of the smallest model already takes tens of GB.
-MOST_TOKENS = 1 << 24
+MAX_TOKENS = 1 << 24
 # The number of measurements of each config when two are compared; the median is reported.
 ROUNDS = 3
 EXAMPLES = """example:
@@ -70,12 +70,12 @@ def run(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     configs = [_config(args, overlap) for overlap in {"off": [False], "on": [True]}.get(args.overlap, [False, True])]
     seq = configs[0].model.seq
-    if seq > MOST_TOKENS:
-        raise UserError(f"--seq {seq} is more than a device holds of one sequence: use --seq {MOST_TOKENS} at most")
-    if (tokens := args.micro_batch * seq) > MOST_TOKENS:
+    if seq > MAX_TOKENS:
+        raise UserError(f"--seq {seq} is more than a device holds of one sequence: use --seq {MAX_TOKENS} at most")
+    if (tokens := args.micro_batch * seq) > MAX_TOKENS:
         raise UserError(
             f"--micro-batch {args.micro_batch} has {tokens:,} tokens, which no device holds at once: use "
-            f"--micro-batch {MOST_TOKENS // seq} at most"
+            f"--micro-batch {MAX_TOKENS // seq} at most"
         )
     from meshwright.bench import floor, step
     from meshwright.device import PRECISION_DTYPES, Device

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from meshwright.cli.generate import model_config, tokenizer_of
 from meshwright.config.sections import Config
-from meshwright.data.chat_template import Broken, ChatTemplate, load_template, named_template
+from meshwright.data.chat_template import ChatTemplate, TemplateError, load_template, named_template
 from meshwright.data.token_file import read_metadata
 from meshwright.errors import UserError
 from meshwright.infer.reading import add_ema
@@ -136,7 +136,7 @@ class Talk:
         """Return the tokens of the conversation so far. If it can't be answered, print why and return none."""
         try:
             ids: list[int] = self.tokenizer.encode(self.template.render(self.messages, begins=True))
-        except Broken as error:
+        except TemplateError as error:
             print(f"({error})", file=sys.stderr, flush=True)
             return []
         if max(ids) >= self.vocab:
@@ -148,7 +148,7 @@ class Talk:
             return []
         return ids
 
-    def answered(self, tokens: Iterator[int], ends: set[int]) -> None:
+    def print_answer(self, tokens: Iterator[int], ends: set[int]) -> None:
         """Print an answer while it is generated, and add it to the conversation."""
         ids: list[int] = []
         shown = 0
@@ -196,7 +196,7 @@ def answer_ends(template: ChatTemplate, tokenizer: Any, known: set[int]) -> set[
     """Return the tokens that end an answer: the `known` ones, which end a text, and the one that the template puts
     after an answer."""
     mark, after = "ANSWER", []
-    with contextlib.suppress(Broken):
+    with contextlib.suppress(TemplateError):
         text = template.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}])
         after = tokenizer.encode(text.rpartition(mark)[2].lstrip())
     # A special token decodes to nothing. Any other first token is ordinary text, which answers may contain.
@@ -210,22 +210,23 @@ def chat_rank(args: argparse.Namespace) -> None:
     from meshwright.infer.generate import generate, generator_of
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
-        model, tokenizer = ctx.config.model, tokenizer_of(args, ctx.config)
+        model = ctx.config.model
+        tokenizer = tokenizer_of(args, ctx.config)
         talk = Talk(args, tokenizer, model.vocab, model.seq)
         ends = answer_ends(args.rendered, tokenizer, end_tokens(Path(args.source), tokenizer))
         announced = None if place.world == 1 else Announcements(place.rank)
-        while ids := _shared(announced, [] if place.rank else talk.next_ids()):
+        while ids := _broadcast_tokens(announced, [] if place.rank else talk.next_ids()):
             generator, most = generator_of(modules[0], model, len(ids), args.max_tokens)
             answer = generate(generator, ids, most, args.temperature, args.top_p, args.seed, ends)
             if place.rank:
                 list(answer)
             else:
-                talk.answered(answer, ends)
+                talk.print_answer(answer, ends)
 
     with_model(args.source, args.sections, use, args.ema)
 
 
-def _shared(announced: Any, ids: list[int]) -> list[int]:
+def _broadcast_tokens(announced: Any, ids: list[int]) -> list[int]:
     """Send rank 0's tokens to all ranks and return them.
 
     The others may wait for hours until the user types a line. Inside a broadcast that would be taken for a hang."""

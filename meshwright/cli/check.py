@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.exact_twin import Checked, exact_twin, full_size
+from meshwright.config.exact_twin import ExactTwin, exact_twin, full_size
 from meshwright.config.load import config_from, load_config, read_sections, set_key
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import TRAINING_RULES, batch_divides, check
@@ -50,8 +50,8 @@ ROUNDING = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 6e-2, "fp16": 2e-2, "fp8": 0.25}
 # Host memory of a process with torch and a twin.
 RANK_BYTES = 500 * 2**20
 # The most ranks without --nproc: enough for three axes of 2, and a limit that gives every larger machine the same twin.
-MOST_RANKS = 8
-# 70, to tell a crash from 1, which says that the layout differs.
+MAX_RANKS = 8
+# The exit code of a crash. It is not 1, because 1 means that the layout differs.
 CRASHED = os.EX_SOFTWARE
 
 
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         notice(f"{ranks} train the same steps, {seconds(time.monotonic() - begin)} after the start")
         if code := train(checked.world, as_rank, args):
             return code
-        found = judged(args)
+        found = judge_results(args)
     found |= {"seconds": time.monotonic() - begin}
     if args.json and args.json != "-":
         write(Path(args.json), lambda: json.dumps(found, indent=1) + "\n")
@@ -119,8 +119,8 @@ def train(ranks: int, body: Callable[..., None], args: argparse.Namespace) -> in
     return CRASHED if code == 1 else code
 
 
-def checked_from(args: argparse.Namespace) -> Checked:
-    """Return the twin, or the full-size config, to run."""
+def checked_from(args: argparse.Namespace) -> ExactTwin:
+    """Return the config to check: a small twin by default, or the full-size config with --full."""
     config = config_of(args)
     devices = devices_of(args, config)
     check(config, devices, TRAINING_RULES)
@@ -184,7 +184,7 @@ def ranks_here() -> int:
     """Return the number of ranks that fit into this machine's memory at once, at least 2 and at most MOST_RANKS."""
     from meshwright.device import host_memory_bytes
 
-    return max(2, min(int(host_memory_bytes() // RANK_BYTES), MOST_RANKS))
+    return max(2, min(int(host_memory_bytes() // RANK_BYTES), MAX_RANKS))
 
 
 def check_memory(alone: Config) -> None:
@@ -203,7 +203,7 @@ def check_memory(alone: Config) -> None:
         )
 
 
-def _prepare(checked: Checked, scratch: Path) -> None:
+def _prepare(checked: ExactTwin, scratch: Path) -> None:
     """Write the base weights that the twin's adapters change, if it has adapters."""
     base = checked.config.tune.base
     if checked.config.tune.adapts and base.startswith(str(scratch)):
@@ -248,11 +248,11 @@ def as_rank(args: argparse.Namespace) -> None:
     run_rank(args.checked.config, args.scratch, providers_of(args), args.checked.compared)
 
 
-def judged(args: argparse.Namespace) -> dict[str, Any]:
+def judge_results(args: argparse.Namespace) -> dict[str, Any]:
     """Read the results of all ranks, compare them with the reference and return the figures of the page."""
     from meshwright.check.checking import REFERENCE, Steps
 
-    checked: Checked = args.checked
+    checked: ExactTwin = args.checked
     one = Steps.read(args.scratch / REFERENCE)
     ranks = [Steps.read(args.scratch / f"rank-{rank}.json") for rank in range(checked.world)]
     rounding = ROUNDING[checked.config.train.precision] if args.full else EXACT
@@ -269,7 +269,7 @@ def judged(args: argparse.Namespace) -> dict[str, Any]:
     return as_json(args.config, args.model, checked, verdict) | {"memory": memory}
 
 
-def memory_of(checked: Checked, measured: list[int]) -> dict[str, Any]:
+def memory_of(checked: ExactTwin, measured: list[int]) -> dict[str, Any]:
     """Return the planned peak of the fullest rank and the measured peak. A CPU does not measure it: there a
     dry run of that rank replaces the measurement."""
     job = checked_job(checked.config, checked.world)
@@ -288,10 +288,10 @@ def memory_of(checked: Checked, measured: list[int]) -> dict[str, Any]:
 
 
 # The number of parameters whose differences the page shows.
-MOST_NAMED = 5
+MAX_NAMED = 5
 
 
-def as_json(name: str, model: str | None, checked: Checked, verdict: Verdict) -> dict[str, Any]:
+def as_json(name: str, model: str | None, checked: ExactTwin, verdict: Verdict) -> dict[str, Any]:
     """Return everything that was compared. `model` is the folder or file that replaces the config's model."""
     c, layout = checked.config, checked.config.layout
     sizes = {"dp": checked.world // layout.least_world, "tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
@@ -301,7 +301,7 @@ def as_json(name: str, model: str | None, checked: Checked, verdict: Verdict) ->
         "layout": sizes | {"ep": layout.ep, "zero": c.zero.stage}, "precision": c.train.precision,
         "tolerance": verdict.tolerance, "changes": list(checked.changes), "compared_steps": checked.compared,
         "losses": [list(pair) for pair in verdict.losses], "grad_norms": [list(pair) for pair in verdict.norms],
-        "first": next(iter(verdict.differing), None), "worst": verdict.worst or None,
+        "first": next(iter(verdict.differing_parameters), None), "worst": verdict.worst or None,
         "gradients": dict(verdict.gradients), "parameters": dict(verdict.parameters),
         "wire_bytes": {axis: {"planned": a, "recorded": b} for axis, (a, b) in verdict.comm.items()},
         "documents": verdict.documents,
@@ -320,7 +320,7 @@ def page(found: Mapping[str, Any]) -> str:
             rows.append((f"{what}, step {step}", f"{one:.9f}", f"{other:.9f}", f"{difference(one, other):.1e}"))
     lines += [table(rows), ""]
     steps = f"of {plural(found['compared_steps'], 'step')}"
-    lines += [table([("gradients, the largest differences", steps), *_named(found)]), ""]
+    lines += [table([("gradients, the largest differences", steps), *_worst_parameters(found)]), ""]
     lines += [table([("bytes of a step, all ranks", "planned", "recorded", ""), *_bytes(found)]), ""]
     if memory := found.get("memory"):
         measured = "" if memory["measured"] is None else f": {size(memory['measured'])}"
@@ -335,10 +335,10 @@ def page(found: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"DIFFERS: {sentence}" for sentence in found["complaints"])])
 
 
-def _named(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _worst_parameters(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return rows of the parameters whose gradients differ most, after the first one beyond the tolerance."""
     errors: dict[str, float] = found["gradients"]
-    worst = sorted(errors, key=lambda name: -errors[name])[:MOST_NAMED]
+    worst = sorted(errors, key=lambda name: -errors[name])[:MAX_NAMED]
     first = [found["first"]] if found["first"] in errors and found["first"] not in worst else []
     return [(name, f"{errors[name]:.1e}") for name in (*first, *worst)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.bench.profile import as_yaml
-from meshwright.bench.request import OPS, Request, host_bytes, parse_axes, parse_ops, parse_sizes
+from meshwright.bench.request import OPS, MeasurementRequest, host_bytes, parse_axes, parse_ops, parse_sizes
 from meshwright.cli import savings
 from meshwright.cli.layout import add_axes
 from meshwright.config.numbers import count_argument
@@ -96,14 +96,14 @@ def prepare(args: argparse.Namespace, world: int, local_world: int) -> None:
         raise UserError(f"--sizes goes up to {size(sizes[-1])}, too much for {size(memory)} per rank: {fix}")
     axes = parse_axes(layout, args.axis)
     name = args.out.stem if args.out else "measured"
-    args.request = Request(layout, axes, ops, sizes, args.seconds, name, args.device, args.backend)
+    args.request = MeasurementRequest(layout, axes, ops, sizes, args.seconds, name, args.device, args.backend)
 
 
 def bench(args: argparse.Namespace) -> None:
     """Run the whole bench as one rank. All ranks measure; rank 0 writes the files and prints the report."""
-    from meshwright.bench.comm import joined, measure
+    from meshwright.bench.comm import join_world, measure
 
-    with joined(args.request) as (mesh, device, place):
+    with join_world(args.request) as (mesh, device, place):
         results = measure(args.request, mesh, device, place.local_world)
     if place.rank:
         return

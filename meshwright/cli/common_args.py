@@ -86,7 +86,7 @@ def tokens_from(args: argparse.Namespace) -> float | None:
     return value
 
 
-def words_of(args: argparse.Namespace) -> list[str]:
+def command_words(args: argparse.Namespace) -> list[str]:
     """Return the key=value words of a command, including the keys that --global-batch and --seq set."""
     words = list(args.words)
     words += [f"train.global_batch={args.global_batch}"] if args.global_batch is not None else []
@@ -105,7 +105,7 @@ def world_from_args(args: argparse.Namespace) -> tuple[Target, int]:
     """Return the target to plan and the number of its ranks."""
     # The --cluster of `memory` only names the device that the total is for, so it does not make the run another one
     # than the recipe's.
-    target = _target_of(args, words_of(args), args.layout, place_options=("world",))
+    target = _target_of(args, command_words(args), args.layout, place_options=("world",))
     c, zero = target.config.layout, target.config.zero
     if zero.stage and zero.stays_in_node and not c.node_size:
         raise UserError("zero.shard_group=node: give layout.node_size, the number of ranks on a node")
@@ -168,7 +168,7 @@ def say_next_of(args: argparse.Namespace, *commands: str, devices: int, cluster:
     if args.json:
         return
     where = ["--cluster", args.cluster or cluster, "--devices", str(devices)]
-    words, layout = words_of(args), ["--layout", args.layout] if args.layout else []
+    words, layout = command_words(args), ["--layout", args.layout] if args.layout else []
     options = (("--network", getattr(args, "network", None)), ("--node-devices", getattr(args, "node_devices", None)))
     network = [word for name, value in options if value for word in (name, str(value))]
     free = [word for word in words if word.partition(".")[0] not in LAYOUT_SECTIONS]
@@ -193,5 +193,5 @@ def step_arguments(parser: argparse.ArgumentParser) -> None:
 
 def step_from_args(args: argparse.Namespace) -> tuple[Target, Job, Cluster]:
     """Return the target, the job and the cluster that the arguments of `step_arguments` describe."""
-    target, cluster, stack = planned_from_args(args, words_of(args), args.layout)
+    target, cluster, stack = planned_from_args(args, command_words(args), args.layout)
     return target, on_cluster(target, devices_for(target, args.devices), cluster, stack), cluster

@@ -29,7 +29,7 @@ def check_compare(args: argparse.Namespace) -> None:
         raise UserError("--compare runs the model in transformers too: pip install transformers")
 
 
-def compared(args: argparse.Namespace, checkpoint: str, folder: Path) -> dict[str, Any]:
+def compare_with_folder(args: argparse.Namespace, checkpoint: str, folder: Path) -> dict[str, Any]:
     """Compare a checkpoint with a Hugging Face folder if --compare is given, and print the verdict on stderr. Return
     the keys that --json adds."""
     if not args.compare:
@@ -43,5 +43,5 @@ def compared(args: argparse.Namespace, checkpoint: str, folder: Path) -> dict[st
 
 
 def exit_code(found: dict[str, Any]) -> int:
-    """Return the exit code for the result of `compared`: 1 if the models differ, else 0."""
+    """Return the exit code for the result of `compare_with_folder`: 1 if the models differ, else 0."""
     return int(bool(found) and not found["compared"]["agree"])

@@ -22,7 +22,7 @@ from meshwright.plan.grids import charts, compare
 from meshwright.plan.grids import report as comparison
 from meshwright.plan.job import Job
 from meshwright.plan.whatif import check_imbalance, with_imbalance
-from meshwright.show.chart import check_svg, stacked
+from meshwright.show.chart import check_svg, stack_charts
 
 EXAMPLES = """example:
   meshwright cost gpt3-175b --cluster a100-80g-dgx --devices 1024 --layout tp=8,pp=16,recompute=full \\
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _compare_tp(args: argparse.Namespace, job: Job, cluster: Cluster) -> None:
     """Print how one block does on each kind of tensor parallelism; those that the job can't use are listed as well."""
-    write(args.svg, lambda: stacked(charts(job)))
+    write(args.svg, lambda: stack_charts(charts(job)))
     found, refused = compare(job, cluster)
     ways = {"ways": [one.as_json() for one in found], "refused": refused}
     print_result(args, ways, comparison(job, found, refused))

@@ -14,7 +14,7 @@ from meshwright.config.data import BLANK_SPECIALS, SPECIALS
 from meshwright.config.load import load_config
 from meshwright.config.numbers import length_argument
 from meshwright.config.rules import READING_RULES, check
-from meshwright.data.chat_prepare import ChatSummary, packing, prepare_chat
+from meshwright.data.chat_prepare import ChatSummary, measure_packing, prepare_chat
 from meshwright.data.merge import merge
 from meshwright.data.packed import KINDS, cut_of, fitting_length, is_chat, sizes_of
 from meshwright.data.prepare import prepare
@@ -68,7 +68,9 @@ then the spans that fill them, each after [sop] with the position of its first t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=intermixed(parser))
+    actions = parser.add_subparsers(
+        dest="action", metavar="ACTION", required=True, parser_class=intermixed_parser(parser)
+    )
     options = add_action(actions, "prepare", "tokenise text into PREFIX.bin and PREFIX.idx", PREPARE)
     inputs = ".txt, .jsonl (also .gz, .zst), .parquet, a folder, or stdlib"
     options.add_argument("inputs", nargs="+", metavar="INPUT", help=inputs)
@@ -112,7 +114,7 @@ def add_output_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the summary as JSON")
 
 
-def intermixed(parser: argparse.ArgumentParser) -> type[argparse.ArgumentParser]:
+def intermixed_parser(parser: argparse.ArgumentParser) -> type[argparse.ArgumentParser]:
     """Return a subclass of the command's parser for its actions, which takes words and options in any order.
 
     argparse supports this order only for parsers without actions, so each action's parser has to do it by itself."""
@@ -267,7 +269,7 @@ def prepare_conversations(args: argparse.Namespace) -> None:
         raise UserError(f"--seq {args.seq} must be greater than zero")
     files = (args.inputs, args.out, args.model, args.template, args.force)
     summary, tokenizer, lengths = prepare_chat(*files, seq=args.seq)
-    packed = packing(lengths, args.seq, summary.facts.unit) if args.seq else None
+    packed = measure_packing(lengths, args.seq, summary.facts.unit) if args.seq else None
     cut = cut_of([args.out], args.seq) if args.seq else None
     if cut and cut.hurts:
         better = fitting_length(*sizes_of([args.out]), LARGEST)

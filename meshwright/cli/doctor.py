@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from meshwright.bench.diagnosis import Check, Facts, Wanted, judge
-from meshwright.bench.request import Request
+from meshwright.bench.diagnosis import Check, Facts, Requirements, judge
+from meshwright.bench.request import MeasurementRequest
 from meshwright.config.load import load_config
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
@@ -83,7 +83,9 @@ def prepare(args: argparse.Namespace, world: int, local_world: int) -> None:
     args.folder = args.folder or Path(config.run.dir if config else ".")
     device, backend = (config.run.device, config.comm.backend) if config else ("auto", "auto")
     layout = Layout(world, node_size=local_world)
-    args.request = Request(layout, ("dp",), ("send",), (2**20,), 1.0, device=args.device or device, backend=backend)
+    args.request = MeasurementRequest(
+        layout, ("dp",), ("send",), (2**20,), 1.0, device=args.device or device, backend=backend
+    )
     wanted: dict[str, Any] = {"folder": str(args.folder)}
     if config:
         check(config, world, TRAINING_RULES)
@@ -94,7 +96,7 @@ def prepare(args: argparse.Namespace, world: int, local_world: int) -> None:
         # A cluster file has the network rate of a whole node, which its devices share.
         network = cluster.network.node_gb_s * cluster.efficiency.network / max(1, cluster.node.devices)
         wanted |= {"link_gb_s": cluster.node.link_gb_s * cluster.efficiency.link, "network_gb_s": network}
-    args.wanted = Wanted(**wanted)
+    args.wanted = Requirements(**wanted)
 
 
 def as_local_rank(args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from meshwright.errors import UserError, plural
 from meshwright.outside import LARGEST
 from meshwright.plan.communication import Line, Traffic, by_axis
 from meshwright.plan.job import checked_job
-from meshwright.plan.rank import Expected, expected
+from meshwright.plan.rank import ExpectedRank, planned_rank
 from meshwright.show.terminal import table
 from meshwright.show.units import seconds, size
 from meshwright.spec.traffic.counts import COUNTS
@@ -73,7 +73,7 @@ def _run_one(config: Config, world: int, rank: int, device: Device) -> dict[str,
 
     from meshwright.dryrun.run_rank import run_rank
 
-    planned = expected(checked_job(config, world), rank)
+    planned = planned_rank(checked_job(config, world), rank)
     if planned.most["peak"] >= LARGEST // 8:
         raise UserError(f"rank {rank} would hold {size(planned.most['peak'])}: use a smaller model")
     what = f"{planned.parameters:,} parameters, {plural(planned.micro_batches, 'micro-batch')}"
@@ -122,7 +122,7 @@ def _ranks(text: str | None, world: int) -> list[int]:
     return ranks
 
 
-def compare(rank: int, ran: RankRun, planned: Expected) -> dict[str, Any]:
+def compare(rank: int, ran: RankRun, planned: ExpectedRank) -> dict[str, Any]:
     """Return each figure of a rank as it was run and as it was planned."""
     calls = [
         {"phase": line[0], "axis": line[1], "op": line[2]} | _pair(ran.calls.get(line), planned.calls.get(line))

@@ -13,9 +13,9 @@ from meshwright.cli.chat import template_of
 from meshwright.cli.generate import tokenizer_of
 from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
-from meshwright.data.stream import SPLIT_NAMES, OneEpoch
+from meshwright.data.stream import SPLIT_NAMES, FirstEpoch
 from meshwright.data.token_file import TokenFile
-from meshwright.engine.datasets import Checked, datasets_of
+from meshwright.engine.datasets import CheckedDataset, datasets_of
 from meshwright.errors import UserError, plural
 from meshwright.infer.reading import add_ema, resolve, sections_of
 from meshwright.infer.texts import end_tokens
@@ -79,7 +79,7 @@ def prepare(args: argparse.Namespace) -> None:
     data_of(args, config, 0)
 
 
-def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:
+def data_of(args: argparse.Namespace, config: Config, most: int) -> CheckedDataset:
     """Return the samples to evaluate on: at most one epoch of the named files, or of a part of the run's own data.
     `most`: the largest number of samples."""
     from meshwright.interop.hf import NO_DATA
@@ -101,7 +101,7 @@ def data_of(args: argparse.Namespace, config: Config, most: int) -> Checked:
             f"the run has no {part} data (data.split={list(config.data.split)}): choose another part with --split, "
             "or name token files with --data PREFIX"
         )
-    return Checked(OneEpoch(data.dataset, most), config.model.vocab)
+    return CheckedDataset(FirstEpoch(data.dataset, most), config.model.vocab)
 
 
 def evaluate_rank(args: argparse.Namespace) -> None:
@@ -168,7 +168,8 @@ def tasks_rank(args: argparse.Namespace) -> None:
     from meshwright.infer.harness import run_tasks
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
-        tokenizer, folder = tokenizer_of(args, ctx.config), Path(args.source)
+        tokenizer = tokenizer_of(args, ctx.config)
+        folder = Path(args.source)
         template = template_of(args, ctx.config) if args.chat else None
         ends = end_tokens(folder, tokenizer)
         found = run_tasks(

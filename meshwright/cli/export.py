@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.compare import add_compare, check_compare, compared, exit_code
+from meshwright.cli.compare import add_compare, check_compare, compare_with_folder, exit_code
 from meshwright.errors import UserError, plural
 from meshwright.infer.reading import add_ema
 from meshwright.show.terminal import say_next
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         tell(args, export_megatron(folder, Path(args.to), args.dtype, args.tp, args.pp))
         return 0
     written = export_folder(folder, Path(args.to), args.dtype, args.family, args.like, args.ema)
-    found = compared(args, str(folder), Path(args.to))
+    found = compare_with_folder(args, str(folder), Path(args.to))
     tell(args, {**written, **found})
     return exit_code(found)
 

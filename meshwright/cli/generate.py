@@ -147,7 +147,8 @@ def generate_rank(args: argparse.Namespace) -> None:
     from meshwright.infer.generate import generate_all
 
     def use(ctx: Any, modules: Any, place: Any) -> None:
-        model, tokenizer = ctx.config.model, tokenizer_of(args, ctx.config)
+        model = ctx.config.model
+        tokenizer = tokenizer_of(args, ctx.config)
         if ctx.config.objective_facts.fills_blanks:
             return fill_rank(args, ctx, modules[0], tokenizer)
         ends = end_tokens(Path(args.source), tokenizer)
@@ -176,7 +177,8 @@ def show(args: argparse.Namespace, generated: list[list[int]], tokenizer: Any, e
         return
     for prompt, line in zip(args.texts, lines, strict=True):
         plain = ",".join(map(str, line["tokens"]))
-        print(plain if line["text"] is None else ("" if answers else prompt or "") + line["text"], flush=True)
+        beginning = "" if answers else prompt or ""
+        print(plain if line["text"] is None else beginning + line["text"], flush=True)
     if tokenizer is not None:
         print(f"({plural(sum(map(len, generated)), 'token')})", file=sys.stderr)
 

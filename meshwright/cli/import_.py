@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from meshwright.cli.compare import add_compare, check_compare, compared, exit_code
+from meshwright.cli.compare import add_compare, check_compare, compare_with_folder, exit_code
 from meshwright.config.numbers import length_argument
 from meshwright.errors import UserError, notice
 from meshwright.show.terminal import say_next
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         _import_adapters(args)
         return 0
     model, report, twin = _imported(args)
-    found = compared(args, args.to, twin)
+    found = compare_with_folder(args, args.to, twin)
     if args.json:
         print(json.dumps({"checkpoint": args.to, "model": model, "report": report, **found}))
         return exit_code(found)

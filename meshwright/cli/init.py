@@ -16,7 +16,7 @@ from meshwright.config.presets import PRESETS
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.data.token_file import read_metadata
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.engine.datasets import VOCAB_MULTIPLE
 from meshwright.errors import UserError, nearest, notice
 from meshwright.launch.this_machine import MARGIN, best_layout
@@ -43,8 +43,8 @@ SIZES = {
 SHAPE = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "bias": False}
 # The tokens of a step by size, and those for larger models and presets.
 TOKENS_A_STEP = {"tiny": 2_048, "30m": 32_768, "125m": 262_144, "350m": 524_288}
-USUAL_TOKENS = 1_048_576
-USUAL_VOCAB = 32_000
+DEFAULT_BATCH_TOKENS = 1_048_576
+DEFAULT_VOCAB = 32_000
 
 TEMPLATE = """# {parameters} parameters on {devices} x {device}: {layout}.
 # {time} a step and {memory} in tensors on a rank at the peak, predicted (`meshwright memory {out}`, `meshwright plan`).
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise refused(f"{args.out} can't be written", error, args.out, "another --out") from None
+        raise refusal(f"{args.out} can't be written", error, args.out, "another --out") from None
     # The file is read back and checked, so that a config that `train` would refuse is reported here.
     check(load_config(args.out), devices, TRAINING_RULES)
     nproc = f" --nproc {devices}" if devices > 1 else ""
@@ -124,13 +124,13 @@ def run(args: argparse.Namespace) -> None:
         return
     words = plain_words(best.job.config, devices)
     notice(f"wrote {args.out}, predicted at {seconds(best.cost.step_s)} a step: {words}")
-    preparing = [line for prefix in data for line in _preparing(prefix, best.job.config)]
+    preparing = [line for prefix in data for line in _preparation_command(prefix, best.job.config)]
     train = f"meshwright train {args.out}{nproc}      (everything of the run will be in {_run_dir(args.out)})"
     for first, line in zip(("next", *["then"] * len(preparing)), [*preparing, train], strict=True):
         notice(f"{first}: {line}")
 
 
-def _preparing(prefix: str, config: Config) -> list[str]:
+def _preparation_command(prefix: str, config: Config) -> list[str]:
     """Return the command that makes token files, or nothing if they exist. If they don't, print a line that says so."""
     if Path(f"{prefix}.idx").is_file():
         return []
@@ -169,7 +169,7 @@ def _model(name: str, data: list[str]) -> tuple[dict[str, Any], float]:
     layers, hidden, heads, seq, lr = SIZES[name]
     vocab = max(int((read_metadata(prefix) or {}).get("vocab_size") or 0) for prefix in data)
     # Rounded up to the multiple that `train` regards as usual (see `unused_tokens`).
-    vocab = -(-(vocab or USUAL_VOCAB) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    vocab = -(-(vocab or DEFAULT_VOCAB) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "seq": seq, **SHAPE}, lr
 
 
@@ -182,7 +182,7 @@ def _config(
     batch = args.global_batch
     if batch is None:
         # A multiple of the devices leaves the search free to use all of them for data parallelism.
-        wanted = TOKENS_A_STEP.get(model, USUAL_TOKENS) / shape.seq
+        wanted = TOKENS_A_STEP.get(model, DEFAULT_BATCH_TOKENS) / shape.seq
         batch = max(devices, round(wanted / devices) * devices)
     elif batch < 1:
         raise UserError(f"--global-batch {batch} must be at least 1")
@@ -209,7 +209,8 @@ def written(best: Candidate, config: Config, lr: float, args: argparse.Namespace
         extra += [f"  split: {list(c.pipeline.split)}"] if c.pipeline.split else []
     extra += ["zero:", f"  stage: {c.zero.stage}   # dp ranks divide {SHARDED[c.zero.stage]}"] if c.zero.stage else []
     if c.recompute != config.recompute:
-        extra += ["recompute:", *(f"  {key}: {_plain(value)}" for key, value in to_mapping(c)["recompute"].items())]
+        settings = to_mapping(c)["recompute"]
+        extra += ["recompute:", *(f"  {key}: {_yaml_scalar(value)}" for key, value in settings.items())]
     raw = {"preset": c.model.preset} if c.model.preset else {
         key: to_mapping(c)["model"][key] for key in ("layers", "hidden", "heads", "vocab", "seq", *SHAPE)
     }  # fmt: skip
@@ -217,7 +218,7 @@ def written(best: Candidate, config: Config, lr: float, args: argparse.Namespace
         parameters=count(parameters), devices=job.world, device=best.cost.cluster.device.name,
         layout=plain_words(c, job.world), time=seconds(best.cost.step_s), memory=size(largest(job).peak),
         out=args.out, nproc=f" --nproc {job.world}" if job.world > 1 else "", prefixes=json.dumps(data),
-        model="\n".join(f"  {key}: {_plain(value)}" for key, value in raw.items()), layout_keys="\n".join(extra),
+        model="\n".join(f"  {key}: {_yaml_scalar(value)}" for key, value in raw.items()), layout_keys="\n".join(extra),
         steps=steps, tokens=count(steps * tokens_a_step), global_batch=c.train.global_batch,
         micro_batch=c.train.micro_batch, precision=c.train.precision, lr=lr, warmup="2%" if steps <= 100_000 else 2000,
         min_lr=f"{lr / 10:g}", run_dir=_run_dir(args.out), kind=c.run.device,
@@ -229,5 +230,5 @@ def _run_dir(out: Path) -> str:
     return f"runs/{out.stem}"
 
 
-def _plain(value: Any) -> str:
+def _yaml_scalar(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

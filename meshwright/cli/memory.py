@@ -28,7 +28,7 @@ up to `peak`. `buffers` are gathered or in-flight tensors, `temporary` is the wo
 
 
 # If no cluster is named, the context and the communicators of this one's devices are counted.
-USUAL = "h100-80g-dgx"
+DEFAULT_CLUSTER = "h100-80g-dgx"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +90,7 @@ def job_on(target: Target, world: int, name: str | None) -> tuple[Job, Cluster]:
         cluster = load_cluster(name)
         return on_cluster(with_supported_precision(target, cluster), world, cluster), cluster
     job = checked_job(target.config, world)
-    usual = "laptop" if job.host else USUAL
+    usual = "laptop" if job.host else DEFAULT_CLUSTER
     return job, load_cluster(usual if job.host else target.run.get("cluster", usual))
 
 

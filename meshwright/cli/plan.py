@@ -14,9 +14,9 @@ from meshwright.cli.common_args import (
     add_devices,
     add_tokens,
     cluster_arguments,
+    command_words,
     planned_from_args,
     tokens_from,
-    words_of,
 )
 from meshwright.config.memory import RecomputeConfig
 from meshwright.config.rules import context_is_shared, features_fit, first_broken_rule
@@ -40,10 +40,10 @@ from meshwright.plan.search import (
     SearchResult,
     SearchSpace,
     fixed_keys,
+    no_fit_error,
     search,
     space_of,
     usable_gib,
-    why_nothing,
 )
 from meshwright.plan.stack import Stack
 from meshwright.plan.target import Target, devices_for, target_of
@@ -129,14 +129,14 @@ def ranked(args: argparse.Namespace, cluster_name: str | None) -> Ranking:
         reasons.append(f"{result.broken:,} more break a rule, the most promising of them this one: {result.refused}.")
     known = known_run(asked.target, asked.cluster, base.stack, base)
     if known:
-        reasons.append(_of_known(asked.target.name, known, shown[0]))
+        reasons.append(_compare_with_known(asked.target.name, known, shown[0]))
     return Ranking(asked, base, result, shown, reasons, known)
 
 
 def _searched(args: argparse.Namespace, cluster_name: str | None) -> tuple[_Asked, Job, SearchResult]:
     """Search the layouts on one cluster. If none fits, raise an error that says why."""
     args = argparse.Namespace(**{**vars(args), "cluster": cluster_name})
-    target, cluster, stack = planned_from_args(args, words_of(args), as_run=False)
+    target, cluster, stack = planned_from_args(args, command_words(args), as_run=False)
     devices = devices_for(target, args.devices)
     if (args.fit is not None and not 0 < args.fit < float("inf")) or args.top < 1:
         raise UserError("--fit must be a number of GiB above zero, and --top at least 1")
@@ -146,7 +146,7 @@ def _searched(args: argparse.Namespace, cluster_name: str | None) -> tuple[_Aske
     base, space, result = asked.searched(args.words)
     if not result.candidates:
         fixed = [word for word in args.words if word.partition("=")[0] in NARROWING_KEYS]
-        raise why_nothing(base, cluster, result, asked.limit, space, fixed)
+        raise no_fit_error(base, cluster, result, asked.limit, space, fixed)
     return asked, base, result
 
 
@@ -184,7 +184,7 @@ def _why_not(args: argparse.Namespace, asked: _Asked, words: list[str], best: Ca
     if free:
         raise UserError(f"--why {free[0]}: ask about keys that the search chooses, such as {', '.join(SPACE_FIELDS)}")
     given = [*args.words, *words]
-    target = target_of(args.target, [*words_of(args), *words], as_run=False)
+    target = target_of(args.target, [*command_words(args), *words], as_run=False)
     config = replace(target.config, train=replace(target.config.train, precision=best.job.config.train.precision))
     try:
         _, _, result = asked.searched(given, config)
@@ -291,7 +291,8 @@ def _space(config: Config, words: list[str]) -> SearchSpace:
 def known_run(target: Target, cluster: Cluster, stack: Stack, base: Job) -> Candidate | None:
     """Return the layout of the target's published run, with the same stack, or None if its cluster, devices or batch
     differ from those of the search."""
-    run, asked = target.run, (cluster.name, base.world, base.global_batch)
+    run = target.run
+    asked = (cluster.name, base.world, base.global_batch)
     if not run or (run["cluster"], run["devices"], run["train"]["global_batch"]) != asked:
         return None
     published = target_of(target.name).config
@@ -300,7 +301,7 @@ def known_run(target: Target, cluster: Cluster, stack: Stack, base: Job) -> Cand
     return Candidate(predict_cost(job, cluster), needed_gib(job, cluster))
 
 
-def _of_known(name: str, known: Candidate, best: Candidate) -> str:
+def _compare_with_known(name: str, known: Candidate, best: Candidate) -> str:
     """Return a sentence that compares the published layout with the best one."""
     slower = known.cost.step_s / best.cost.step_s - 1
     text = f"The layout that {name} ran with ({layout_words(layout_of_cost(known.cost))}) would take "
@@ -315,7 +316,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "layout": layout_of_cost(cost), "step_time_s": cost.step_s, "tokens_per_s_per_device": cost.tokens_per_s_device,
         "mfu": cost.mfu, "hfu": cost.hfu, "memory_gib": candidate.memory_gib, "bubble": cost.bubble,
         "comm_s": {name: axis.seconds for name, axis in cost.axes.items()},
-        "exposed_comm_s": {name: axis.exposed for name, axis in cost.axes.items()},
+        "exposed_comm_s": {name: axis.exposed_seconds for name, axis in cost.axes.items()},
         "parameters": parameter_count(cost.job.model), "active_parameters": active_parameters(cost.job.model),
         **experts_json(cost.job), "precision": cost.job.config.train.precision,
         "rank": rank_json(cost.job, cost.memory.pp_rank),

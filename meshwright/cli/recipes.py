@@ -8,7 +8,7 @@ import json
 
 from meshwright.config.recipes import recipe_names
 from meshwright.errors import UserError, nearest
-from meshwright.plan.recipes import LAYOUTS, NOTE, SHORT, as_json, compared, layout_row, markdown, short_row
+from meshwright.plan.recipes import LAYOUTS, NOTE, SHORT, as_json, layout_row, markdown, predict_recipe, short_row
 from meshwright.show.terminal import say_next, table
 
 EXAMPLES = """example:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
             json.dumps([dict(zip(LAYOUTS, row, strict=True)) for row in rows]) if args.json else table([LAYOUTS, *rows])
         )
         return
-    found = [compared(name) for name in names]
+    found = [predict_recipe(name) for name in names]
     if args.json:
         print(json.dumps([as_json(one) for one in found]))
         return

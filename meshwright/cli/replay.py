@@ -36,7 +36,7 @@ GPU, whose kernels may add in another order, up to the rounding of the run's pre
 
 QUANTITIES = ("loss", "grad_norm")
 # The sections of a config that change no number of a step.
-BESIDE = ("run", "checkpoint")
+OMITTED_SECTIONS = ("run", "checkpoint")
 # By precision, the relative difference that another order of additions explains after some tens of steps. COARSE is
 # for all precisions below fp32.
 ROUNDING = {"fp64": 1e-9, "fp32": 1e-4}
@@ -119,7 +119,8 @@ def replay_rank(args: argparse.Namespace) -> None:
     from meshwright.run.replay import replay
 
     record = read_run(args.run)
-    config, lines = config_of(args, record.config), {line["step"]: line for line in record.steps}
+    config = config_of(args, record.config)
+    lines = {line["step"]: line for line in record.steps}
     steps = replay(config, args.step, Path(args.checkpoint) if args.checkpoint else None, args.source, lines)
     if find_place().rank == 0:
         device = Device.choose(config.run.device, 0)
@@ -134,7 +135,7 @@ def same_layout(
 ) -> bool:  # fmt: skip
     """Return whether every number must equal the recorded one bit for bit: with the same config, ranks, device and
     version of torch, and on a CPU, which always adds in the same order."""
-    ours, theirs = ({k: v for k, v in to_mapping(c).items() if k not in BESIDE} for c in (config, recorded))
+    ours, theirs = ({k: v for k, v in to_mapping(c).items() if k not in OMITTED_SECTIONS} for c in (config, recorded))
     when = line.get("time")
     begins = [e for e in read_events(path) if e.get("kind") in BEGINS]
     # An elastic run changes its world: the one that counts is that of the last start before the step.
@@ -150,7 +151,7 @@ def judge(lines: Mapping[int, Mapping[str, Any]], steps: Sequence[Mapping[str, A
     rows = []
     for step in steps:
         old = lines.get(step["step"], {})
-        rows.append({"step": step["step"], **{name: _compared(old.get(name), step[name]) for name in QUANTITIES}})
+        rows.append({"step": step["step"], **{name: _comparison(old.get(name), step[name]) for name in QUANTITIES}})
     differing = [row["step"] for row in rows if any(row[name]["difference"] > most for name in QUANTITIES)]
     last = rows[-1]
     return {
@@ -159,7 +160,7 @@ def judge(lines: Mapping[int, Mapping[str, Any]], steps: Sequence[Mapping[str, A
     }  # fmt: skip
 
 
-def _compared(recorded: Any, replayed: float) -> dict[str, Any]:
+def _comparison(recorded: Any, replayed: float) -> dict[str, Any]:
     """Return both numbers and their relative difference. Numbers that are not finite are recorded as null and count as
     equal to each other."""
     old = float(recorded) if is_number(recorded) else math.nan

@@ -14,12 +14,20 @@ from meshwright.config.rules import check
 from meshwright.device_kinds import AUTO
 from meshwright.disk import write
 from meshwright.errors import UserError, plural
-from meshwright.lab.techniques import Figures, Technique, differences, expected, saving, techniques, with_links
+from meshwright.lab.techniques import (
+    Figures,
+    Technique,
+    differences,
+    planned_figures,
+    saved_share,
+    techniques,
+    with_links,
+)
 from meshwright.launch.launch import launch, warm_up
 from meshwright.plan.cluster import load_cluster
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.target import on_cluster, target_of, with_supported_precision
-from meshwright.show.bars import Bars, bars_svg, bars_text
+from meshwright.show.bars import BarChart, bars_svg, bars_text
 from meshwright.show.chart import check_svg
 from meshwright.show.terminal import table
 from meshwright.show.units import percent, seconds, size
@@ -60,10 +68,11 @@ def _job(config: Any, world: int) -> Job:
 
 def _predict(args: argparse.Namespace) -> None:
     """Print the predicted savings on a cluster."""
-    target, cluster = target_of(args.words[0], args.words[1:], ""), load_cluster(args.cluster)
+    target = target_of(args.words[0], args.words[1:], "")
+    cluster = load_cluster(args.cluster)
     job = on_cluster(with_supported_precision(target, cluster), args.devices, cluster)
     tried = techniques(job.config, job)
-    figures = [expected(technique, job, cluster) for technique in tried]
+    figures = [planned_figures(technique, job, cluster) for technique in tried]
     title = f"{target.name} on {args.devices} devices of {cluster.name}"
     _show(args, title, tried, None, figures)
 
@@ -87,7 +96,9 @@ def measured_here(args: argparse.Namespace) -> None:
     measured, making, own_s = savings.measure(tried, place.rank, place.world, device, args.steps, say, joined)
     # The prediction takes the compute rates that were measured here, so that only communication is predicted.
     cluster = with_links(savings.own_compute(job, own_s, cluster), config.comm.emulate, node_size)
-    predicted = [expected(technique, job, cluster, extra) for technique, extra in zip(tried, making, strict=True)]
+    predicted = [
+        planned_figures(technique, job, cluster, extra) for technique, extra in zip(tried, making, strict=True)
+    ]
     if place.rank == 0:
         links = config.comm.emulate.words(node_size) if config.comm.emulate.on else "the machine's own links"
         _show(args, f"{plural(place.world, 'rank')} here, {links}", tried, measured, predicted)
@@ -104,7 +115,7 @@ def _show(
     main = measured or predicted
     word = "measured" if measured else "predicted"
     groups = {"measured": measured, "predicted": predicted} if measured else {"predicted": predicted}
-    bars = Bars(
+    bars = BarChart(
         f"step time, {title}", names, {name: [1e3 * f.step_s for f in of] for name, of in groups.items() if of}, "ms"
     )
     write(args.svg, lambda: bars_svg(bars))
@@ -135,7 +146,7 @@ def _table(names: list[str], figures: list[Figures], word: str) -> str:
     base = figures[0]
     for name, f in zip(names, figures, strict=True):
         sent = (size(f.sent.get(axis, 0.0)) for axis in axes)
-        saved = (percent(saving(base.bytes, f.bytes)), percent(saving(base.step_s, f.step_s)))
+        saved = (percent(saved_share(base.bytes, f.bytes)), percent(saved_share(base.step_s, f.step_s)))
         times = (seconds(f.exposed_s), seconds(f.step_s), f"{f.tokens_s:,.0f}")
         rows.append((name, *sent, saved[0], *times, saved[1]))
     return table(rows)

@@ -22,7 +22,7 @@ from meshwright.plan.question import assumptions_of, command, model_facts, softw
 from meshwright.plan.scaling import WAYS, ScalingPoint, device_counts, sweep
 from meshwright.plan.target import Target
 from meshwright.show import page_file
-from meshwright.show.chart import Chart, check_svg, stacked, svg
+from meshwright.show.chart import Chart, check_svg, stack_charts, svg
 from meshwright.show.progress import searching
 from meshwright.show.terminal import table
 from meshwright.show.units import percent
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
     chart = Chart(f"{target.name} on {cluster.name}", "devices", "tokens/s", _lines(found), label="{:,.0f}".format)
     write(args.svg, lambda: svg(chart))
     title = f"{target.name} on {cluster.name}, {next(iter(found))} scaling"
-    write(args.overhead, lambda: stacked(overhead_charts(title, next(iter(found.values())))))
+    write(args.overhead, lambda: stack_charts(overhead_charts(title, next(iter(found.values())))))
     write(args.efficiency, lambda: svg(efficiency_chart(title, next(iter(found.values())))))
     write(args.html, lambda: page(target, base, cluster, found))
     print_result(args, {mode: [_json(p) for p in points] for mode, points in found.items()}, _text(found))
@@ -113,7 +113,7 @@ def overhead_charts(title: str, points: list[ScalingPoint]) -> list[Chart]:
     for p in (p for p in points if p.best):
         for axis in AXES[p.way]:
             name = p.way if len(AXES[p.way]) == 1 else f"{p.way}, {axis}"
-            for lines, values, unit in ((sent, p.sent, 1e9), (waited, p.exposed, 1.0)):
+            for lines, values, unit in ((sent, p.sent_bytes, 1e9), (waited, p.exposed_seconds, 1.0)):
                 if values.get(axis, 0.0) > 0:
                     lines.setdefault(name, []).append((float(p.devices), values[axis] / unit))
     devices = "{:,.0f}".format
@@ -158,7 +158,7 @@ def _json(point: ScalingPoint) -> dict[str, Any]:
         return {**fields, "tokens_per_s": None}
     return {
         **fields, "tokens_per_s": point.tokens_per_s, "efficiency": point.efficiency, "comm_share": point.comm_share,
-        "bytes_by_axis": point.sent, "exposed_s_by_axis": point.exposed,
+        "bytes_by_axis": point.sent_bytes, "exposed_s_by_axis": point.exposed_seconds,
         "step_time_s": point.best.cost.step_s, "mfu": point.best.cost.mfu, "layout": layout_of_cost(point.best.cost),
     }  # fmt: skip
 

@@ -84,7 +84,7 @@ def _action(timed: Timed) -> dict[str, Any]:
     return {**fields, "start": timed.start, "end": timed.end}
 
 
-def _rounded(idle: float, busy: float) -> float:
+def _without_rounding_error(idle: float, busy: float) -> float:
     """Return the idle time, or 0 if it is a mere rounding error."""
     return idle if idle > 1e-9 * busy else 0.0
 
@@ -96,13 +96,13 @@ def report(simulation: Simulation, args: argparse.Namespace) -> str:
     for rank in range(drawn.pp):
         busy = simulation.busy[rank]
         idle = max(0.0, simulation.makespan - busy)
-        left = f"{_rounded(idle, busy):.6g}"
+        left = f"{_without_rounding_error(idle, busy):.6g}"
         share = idle / simulation.makespan if simulation.makespan else 0.0
         stages = " ".join(str(drawn.stage(rank, chunk)) for chunk in range(drawn.chunks))
         peak = f"{simulation.peak_activations[rank]:.4g}"
         rows.append((str(rank), stages, f"{busy:.6g}", left, percent(share, 2), peak))
     longest = max(simulation.active)
-    waiting = _rounded(longest - max(simulation.busy), longest)
+    waiting = _without_rounding_error(longest - max(simulation.busy), longest)
     backward = f"backward {args.backward:g}"
     if args.weight_grad is not None:
         backward = f"input gradient {args.input_grad:g}, weight gradient {args.weight_grad:g}"

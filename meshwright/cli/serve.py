@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 def serve_rank(args: argparse.Namespace) -> None:
     """Run one rank of the server. Rank 0 also answers HTTP, in a second thread."""
     from meshwright.infer.batching import Batcher
-    from meshwright.infer.engine_thread import Channel, Engine, run_batches
+    from meshwright.infer.engine_thread import Engine, RequestChannel, run_batches
     from meshwright.infer.evaluate import with_model
     from meshwright.infer.paged import PAGE
     from meshwright.launch.signals import StopRequests
@@ -90,7 +90,7 @@ def serve_rank(args: argparse.Namespace) -> None:
         engine = Engine(args.max_open) if place.rank == 0 else None
         report = engine.report if engine is not None else (lambda key, drawn, is_last: None)
         batcher = Batcher(modules[0], model.vocab, model.seq, tokens // PAGE + 2, args.max_running, report)
-        channel = Channel(ctx.mesh.world, place.rank, modules[0].parallel.device)
+        channel = RequestChannel(ctx.mesh.world, place.rank, modules[0].parallel.device)
         with StopRequests() as requests:
             if engine is None:
                 run_batches(batcher, None, channel, lambda: False)
@@ -106,7 +106,7 @@ def _listening(args: argparse.Namespace, config: Any, engine: Any, stopping: Any
     """Answer HTTP in a thread until the block ends. All answers are sent before it ends."""
     import uvicorn
 
-    from meshwright.infer.requests import Model
+    from meshwright.infer.requests import ServedModel
     from meshwright.infer.server import Service
     from meshwright.interop.hf import origin_of
 
@@ -114,7 +114,7 @@ def _listening(args: argparse.Namespace, config: Any, engine: Any, stopping: Any
     ends = end_tokens(path, tokenizer)
     imported = origin_of(path) is not None
     chat_ends = answer_ends(args.rendered, tokenizer, ends) if args.rendered else ends
-    model = Model(
+    model = ServedModel(
         args.name, tokenizer, args.rendered, config.model.vocab, config.model.seq, frozenset(ends),
         frozenset(chat_ends), imported,
     )  # fmt: skip

@@ -24,7 +24,7 @@ EXAMPLES = """example:
 # Columns before the text of a line: the label and the blanks around it.
 INDENT = 14
 # The most ranks with faults that the screen lists.
-MOST_FAULTS = 8
+MAX_FAULTS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def page(found: dict[str, Any]) -> list[str]:
     if found["loss"] is not None:
         norm = f", gradient norm {decimals(found['grad_norm'], 4)}" if found["grad_norm"] is not None else ""
         rows.append(("loss", decimals(found["loss"], 4) + norm))
-    rows += _speed(found)
+    rows += _speed_rows(found)
     if good["share"] is not None:
         between = f", and {clock(good['between_s'])} between jobs" if good["between_s"] >= 1 else ""
         times = f"{clock(good['counted_s'])} of {clock(good['under_way_s'])}"
@@ -98,7 +98,7 @@ def _row(name: str, text: str) -> str:
     )  # fmt: skip
 
 
-def _speed(found: dict[str, Any]) -> list[tuple[str, str]]:
+def _speed_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows about the run's speed, compared with the plan if there is one."""
     if found["tokens_per_s"] is None:
         return []
@@ -115,13 +115,13 @@ def _speed(found: dict[str, Any]) -> list[tuple[str, str]]:
 def _faults(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows about faults and slow ranks."""
     rows = []
-    for rank, said in list(found["faults"].items())[:MOST_FAULTS]:
+    for rank, said in list(found["faults"].items())[:MAX_FAULTS]:
         at = "" if said[-1]["step"] is None else f" at step {said[-1]['step']}"
         times = f"{plural(len(said), 'fault')}, the last{at}: {said[-1]['text']}"
         rows.append(("faults", f"{'of no known rank' if rank == UNNAMED else f'rank {rank}'}: {times}"))
-    if len(found["faults"]) > MOST_FAULTS:
-        rows.append(("faults", f"and {plural(len(found['faults']) - MOST_FAULTS, 'more rank')} (see --json)"))
-    rows += [("slow", text) for text in found["slow"][:MOST_FAULTS]]
+    if len(found["faults"]) > MAX_FAULTS:
+        rows.append(("faults", f"and {plural(len(found['faults']) - MAX_FAULTS, 'more rank')} (see --json)"))
+    rows += [("slow", text) for text in found["slow"][:MAX_FAULTS]]
     if (slow := found["slow_rank"]) and not found["slow"]:
         rows.append(("slow", f"rank {slow['rank']} {slow['text']}"))
     return rows or [("faults", "none")]

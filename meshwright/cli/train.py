@@ -23,13 +23,13 @@ from meshwright.config.twin import TWIN_BASES, TWIN_DATA, TWIN_TALKS, tiny_confi
 from meshwright.data.packed import is_chat, length_words
 from meshwright.engine.datasets import datasets_of, unused_tokens
 from meshwright.errors import UserError, notice, plural
-from meshwright.launch.elastic import Elastic, Wishes
+from meshwright.launch.elastic import Elastic, LauncherOptions
 from meshwright.launch.launch import (
     Outcome,
     Team,
     attempt_of,
     conclude,
-    launching,
+    launch_folder,
     local_devices,
     place_in_launcher,
     regroups,
@@ -37,7 +37,7 @@ from meshwright.launch.launch import (
     start,
     warm_up,
 )
-from meshwright.launch.processes import Place, address_of, find_place
+from meshwright.launch.processes import ProcessPlace, address_of, find_place
 from meshwright.launch.signals import ends_at_once
 from meshwright.plan.effects import say_what_has_no_effect
 from meshwright.record.checkpoint_format import (
@@ -48,7 +48,7 @@ from meshwright.record.checkpoint_format import (
     model_folder,
 )
 from meshwright.record.companions import check_tokenizer
-from meshwright.record.run_folder import check_folders, last_step, refuse_finished, what_is_lost
+from meshwright.record.run_folder import check_folders, describe_loss, last_step, refuse_finished
 from meshwright.record.run_notes import read_events, write_event
 from meshwright.record.run_owner import has_ended_since, owner_number, refuse_owned
 from meshwright.record.speed import BEGINS, pace_of_lines
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     check_machine(config.run.device, config.comm.backend, config.train.precision, ranks)
     check_memory(config, nodes * ranks, ranks)
     say_what_has_no_effect(config, nodes * ranks, ranks)
-    tell, loses = partial(write_event_of, config.run.dir, time.time()), partial(what_is_lost, config)
+    tell, loses = partial(write_event_of, config.run.dir, time.time()), partial(describe_loss, config)
     if config.faults.elastic:
         return start_elastic(config, args, train, ranks, loses, tell)
     return start(ranks, train, args, args.restarts, stops=True, loses=loses, tell=tell)
@@ -169,7 +169,7 @@ def write_event_of(folder: str, since: float, kind: str, text: str) -> None:
         write_event(folder, "failure" if kind == "refusal" else kind, text)
 
 
-def prepare(args: argparse.Namespace, place: Place) -> None:
+def prepare(args: argparse.Namespace, place: ProcessPlace) -> None:
     """Check the config of a rank of another launcher, before torch is loaded. Rank 0 reports the start."""
     config = config_of(args)
     # Every rank chooses the same layout, because the planner's search is deterministic.
@@ -188,7 +188,8 @@ def prepare(args: argparse.Namespace, place: Place) -> None:
     check_rank(args)
     if config.faults.elastic:
         world, args.overrides = fewer_ranks(config, args.overrides, place)
-        config, args.stands_by = config_of(args), place.rank >= world
+        config = config_of(args)
+        args.stands_by = place.rank >= world
         if not args.stands_by:
             os.environ["WORLD_SIZE"] = str(world)
     check(config, world, TRAINING_RULES)
@@ -217,18 +218,21 @@ def say_start(config: Config, ranks: int, source: str | None = None) -> None:
 
 
 def weights_words(config: Config, source: str | None) -> str:
-    """Return where a new run's weights come from, if that is a folder that the config or --from names."""
-    weights, folder = first_weights(config, source), config.model.hf
+    """Return the source of a new run's weights, if the config or --from names a folder."""
+    weights = first_weights(config, source)
+    folder = config.model.hf
     if not weights:
         return f"weights: drawn from train.seed, because {folder} holds none" if folder else ""
-    named = "tune.base" if config.tune.base else "--from" if source else "model.hf"
+    named = "--from" if source else "model.hf"
+    if config.tune.base:
+        named = "tune.base"
     if config.tune.adapts:
         return f"weights: those of {weights} ({named}), frozen; adapters of rank {config.tune.rank} are trained"
     return f"weights: those of {weights} ({named}), all of them trained" if is_hf_folder(weights) else ""
 
 
 def samples_words(config: Config) -> str:
-    """Return how long samples are and why, if conversations or a Hugging Face folder decide it by default."""
+    """Return the length of samples and its reason, if conversations or a Hugging Face folder set the default."""
     seq, prefixes, folder = config.model.seq, config.data.prefixes, config.model.hf
     if config.objective_facts.packed and all(is_chat(prefix) for prefix in prefixes):
         return length_words(prefixes, seq)
@@ -361,13 +365,14 @@ def start_elastic(
     from meshwright.launch.this_machine import choose
 
     least, most = nodes_of(args)
-    folder, address = Path(config.run.dir), address_of(args.address, most)
-    wishes = Wishes(
+    folder = Path(config.run.dir)
+    address = address_of(args.address, most)
+    wishes = LauncherOptions(
         nproc, partial(choose, config, nproc), partial(last_step, folder), args.spares, least, most, address,
         folder=folder / NOTES if most > 1 else None, lost_after=config.faults.lost_after_s,
         rest=config.faults.rest_s, tell=tell,
     )  # fmt: skip
-    with launching(stops=True) as place, ExitStack() as held:
+    with launch_folder(stops=True) as place, ExitStack() as held:
         if most > 1 or config.checkpoint.memory_every:
             keeper = held.enter_context(KeeperProcess(address))
             wishes = replace(wishes, port=keeper.port, keyed=keeper.tell)
@@ -385,7 +390,7 @@ def start_elastic(
 # nodes that are left, so their number may not fit the config's layout.
 
 
-def fewer_ranks(config: Config, words: Sequence[str], place: Place) -> tuple[int, list[str]]:
+def fewer_ranks(config: Config, words: Sequence[str], place: ProcessPlace) -> tuple[int, list[str]]:
     """Return the number of a launcher's ranks that train, and the words of their layout.
 
     These are all ranks and the given words, if they fit each other and the run never had more ranks than now. Otherwise
@@ -405,7 +410,7 @@ def _most_ranks(config: Config) -> int:
     return max((event.get("world", 0) for event in read_events(config.run.dir)), default=0)
 
 
-def stand_by(config: Config, place: Place) -> None:
+def stand_by(config: Config, place: ProcessPlace) -> None:
     """Wait as a rank that does not train, until the run ends or the launcher ends this process."""
     folder = Path(config.run.dir)
     number = owner_number(folder)

@@ -19,9 +19,9 @@ from meshwright.config.load import config_from, load_config, set_key
 from meshwright.config.rules import check, features_fit
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import dump_yaml
-from meshwright.data.chat_prepare import ChatSummary, packing, prepare_chat
+from meshwright.data.chat_prepare import ChatSummary, measure_packing, prepare_chat
 from meshwright.data.packed import CHAT, KINDS, length_words
-from meshwright.disk import check_writable, hub_hint, refused
+from meshwright.disk import check_writable, hub_hint, refusal
 from meshwright.errors import UserError, notice, plural
 from meshwright.outside import read_json
 from meshwright.record.checkpoint_format import is_hf_folder, write_json, write_whole
@@ -100,7 +100,7 @@ def source_of(args: argparse.Namespace) -> dict[str, Any]:
     try:
         content = Path(args.data).read_bytes()
     except OSError as error:
-        raise refused(f"{args.data} can't be read", error, args.data, "a .jsonl file of conversations") from None
+        raise refusal(f"{args.data} can't be read", error, args.data, "a .jsonl file of conversations") from None
     text = f"{args.data} (checksum {zlib.crc32(content):08x})"
     kept = {"--lora": args.lora, "--epochs": args.epochs, "--template": args.template}
     return {"model": str(Path(args.model).resolve()), "data": text, **kept}
@@ -168,7 +168,7 @@ def sections_of(
     ranks = args.nproc or local_devices(config.run.device, least=1)
     config = with_default("model.seq", config.model.seq)
     config = with_default("train.precision", "fp32" if on_cpu(config) else "bf16")
-    trained = max(1, round(packing(lengths, config.model.seq, unit)[0] * config.data.split[0]))
+    trained = max(1, round(measure_packing(lengths, config.model.seq, unit)[0] * config.data.split[0]))
     # The batch is a power of two times the ranks, so that any division among them fits.
     wanted = min(MOST_BATCH, trained // UPDATES_AN_EPOCH) // ranks
     config = with_default("train.global_batch", ranks * 2 ** max(0, wanted.bit_length() - 1))

@@ -21,20 +21,20 @@ from meshwright.comm.group import Group, group_named
 from meshwright.comm.registered import operator, shapes_of
 
 
-class ByNode(NamedTuple):
+class NodeGroups(NamedTuple):
     """The two subgroups of a rank: the group's ranks on its node, and those with its local index on all nodes."""
 
     inside: Group
     across: Group
 
 
-def _reordered(x: Tensor, rows: Sequence[int], slow: int, fast: int) -> Tensor:
+def _reorder_blocks(x: Tensor, rows: Sequence[int], slow: int, fast: int) -> Tensor:
     """Return the blocks of x in the order [fast, slow]. In x they have the order [slow, fast] and `rows` rows each."""
     blocks = x.split(list(rows))
     return torch.cat([blocks[s * fast + f] for f in range(fast) for s in range(slow)])
 
 
-def _turned(rows: Sequence[int], slow: int, fast: int) -> list[int]:
+def _reorder_counts(rows: Sequence[int], slow: int, fast: int) -> list[int]:
     """Return the row counts of blocks in the order [fast, slow], from their counts in the order [slow, fast]."""
     return [rows[s * fast + f] for f in range(fast) for s in range(slow)]
 
@@ -59,15 +59,15 @@ def _exchange_by_node(
 
     # Places in the whole group are ordered [node, local index]; `middle` is ordered [neighbour, node].
     if back:
-        crossed = _hop(x.contiguous(), far, _sums(sends, here), _sums(_turned(middle, here, nodes), here))
-        crossed = _reordered(crossed, _turned(middle, here, nodes), nodes, here)
-        by_neighbour = _turned(receives, nodes, here)
+        crossed = _hop(x.contiguous(), far, _sums(sends, here), _sums(_reorder_counts(middle, here, nodes), here))
+        crossed = _reorder_blocks(crossed, _reorder_counts(middle, here, nodes), nodes, here)
+        by_neighbour = _reorder_counts(receives, nodes, here)
         arrived = _hop(crossed, near, _sums(middle, nodes), _sums(by_neighbour, nodes))
-        return _reordered(arrived, by_neighbour, here, nodes)
-    first = _reordered(x, sends, nodes, here)
-    passing = _hop(first, near, _sums(_turned(sends, nodes, here), nodes), _sums(middle, nodes))
-    passing = _reordered(passing, middle, here, nodes)
-    return _hop(passing, far, _sums(_turned(middle, here, nodes), here), _sums(receives, here))
+        return _reorder_blocks(arrived, by_neighbour, here, nodes)
+    first = _reorder_blocks(x, sends, nodes, here)
+    passing = _hop(first, near, _sums(_reorder_counts(sends, nodes, here), nodes), _sums(middle, nodes))
+    passing = _reorder_blocks(passing, middle, here, nodes)
+    return _hop(passing, far, _sums(_reorder_counts(middle, here, nodes), here), _sums(receives, here))
 
 
 @shapes_of(_exchange_by_node)
@@ -105,7 +105,7 @@ def exchange_by_node(
     return out
 
 
-def exchange_evenly(x: Tensor, groups: ByNode) -> tuple[Tensor, Tensor]:
+def exchange_evenly(x: Tensor, groups: NodeGroups) -> tuple[Tensor, Tensor]:
     """Exchange x, [ranks, ...]: send x[n] to place n of the group. Return (the entries that arrive, by sender; the
     entries that passed through this rank, [neighbour, node, ...])."""
     here, nodes = groups.inside.size, groups.across.size

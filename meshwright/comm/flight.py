@@ -41,9 +41,9 @@ class RecordedCall:
     early: bool = False
 
     def describe(self) -> str:
-        return describe_call(self.plain())
+        return describe_call(self.to_plain())
 
-    def plain(self, with_ranks: bool = True) -> dict[str, Any]:
+    def to_plain(self, with_ranks: bool = True) -> dict[str, Any]:
         """Return the call as values that JSON can hold."""
         now, since = time.monotonic(), self.since
         return {
@@ -143,7 +143,7 @@ class FlightRecord:
             self._keep(call)
         return call.ended - call.started
 
-    def holding(self, longer_than: float = 0.0) -> RecordedCall | None:
+    def blocking_call(self, longer_than: float = 0.0) -> RecordedCall | None:
         """Return the call that has held up the program longest, or None if none did for `longer_than` seconds."""
         limit = time.monotonic() - longer_than
         marked = [call for call in (*list(self.unreached), *list(self.last)) if call.event is not None]
@@ -151,17 +151,17 @@ class FlightRecord:
         old = [(since, i) for i, call in enumerate(calls) if (since := call.since) is not None and since <= limit]
         return next((calls[i] for _, i in sorted(old) if calls[i].holds_up_program()), None)
 
-    def begun(self, held: RecordedCall | None) -> dict[str, int]:
-        """Return the number of calls that each group has begun at the point where `held` holds up this rank.
+    def calls_begun(self, blocking: RecordedCall | None) -> dict[str, int]:
+        """Return the number of calls that each group has begun at the point where `blocking` holds up this rank.
 
         The host of an accelerator launches calls ahead. Those that it launched after the stream began to wait have not
         begun on the device, so they are not counted.
         """
         numbers = dict(self.numbers)
-        if held is None or (since := held.since) is None:
+        if blocking is None or (since := blocking.since) is None:
             return numbers
         for call in (*list(self.unreached), *list(self.last)):
-            if call is not held and call.started > since:
+            if call is not blocking and call.started > since:
                 # The main thread may have begun the first call of a group after `numbers` was copied.
                 numbers[call.group] = min(numbers.get(call.group, call.number), call.number - 1)
         return numbers

@@ -82,7 +82,7 @@ class Pending:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._group._failed(call, error) from error
+            raise self._group._error_of(call, error) from error
         self._group._end(call, begin, self._tally, self._device, begun)
 
 
@@ -140,7 +140,8 @@ class Group:
         torch then uses the compute stream, without a separate stream and the two events between them. `wire`: the bytes
         that this rank sends, if the ledger can't derive them from the payload.
         """
-        payload, counted = sum(x.nbytes for x in whole), _COUNTED_AS.get(op, op)
+        payload = sum(x.nbytes for x in whole)
+        counted = _COUNTED_AS.get(op, op)
         tally = None if op == "receive" else self._count(counted, payload, wire)
         label, ranks = (self.label, self.ranks) if peer is None else self._direction(op, peer)
         ledger, links = self.ledger, self.links
@@ -153,10 +154,11 @@ class Group:
             if links is None or op == EXCHANGE:  # An exchange delays its two ends itself.
                 work = launch(not at_once)
             else:
-                sent = wire_bytes("send" if peer is not None else counted, payload, self.size) if wire is None else wire
+                kind = "send" if peer is not None else counted
+                sent = wire_bytes(kind, payload, self.size) if wire is None else wire
                 work = links.begin(counted, sent, self.ranks, peer, partial(launch, True))
         except RuntimeError as error:
-            raise self._failed(call, error) from error
+            raise self._error_of(call, error) from error
         if at_once:
             self._end(call, call.started, tally, whole[0].device, begun)
             return DONE
@@ -212,7 +214,7 @@ class Group:
         if tally is not None:
             tally.seconds += seconds
 
-    def _failed(self, call: RecordedCall, error: RuntimeError) -> CommError:
+    def _error_of(self, call: RecordedCall, error: RuntimeError) -> CommError:
         """Return the error for a call that torch gave up, and end its record so that the watchdog ignores it."""
         self.flight.end(call)
         # Keep only the reason: remove the position in torch's source before it and the advice after it.
@@ -230,17 +232,17 @@ class Group:
         launch = lambda later: dist.all_reduce(x, _OPS[op], self.process_group, async_op=later)  # noqa: E731
         return self._call("all_reduce", (x,), launch, wait)
 
-    def agreed(self, value: float, device: torch.device) -> float:
+    def max_over_ranks(self, value: float, device: torch.device) -> float:
         """Return the largest of the ranks' numbers on every rank. With `float(condition)` it is 1.0 if the condition
         holds on any rank, so that all ranks decide alike."""
         number = torch.tensor([value], dtype=torch.float64, device=device)
         self.all_reduce(number, "max")
         return float(number.item())
 
-    def told(self, text: str, device: torch.device) -> str:
+    def broadcast_text(self, text: str, device: torch.device) -> str:
         """Return the first rank's text on every rank. The other ranks' `text` is ignored."""
         own = list(text.encode()) if self.index == 0 else []
-        size = int(self.agreed(float(len(own)), device))
+        size = int(self.max_over_ranks(float(len(own)), device))
         letters = torch.tensor(own or [0] * size, dtype=torch.int32, device=device)
         if size:
             # All other ranks add zeros, so the sum is the first rank's text.
@@ -377,7 +379,7 @@ class Shift(NamedTuple):
     sent: Tensor
     received: Tensor
 
-    def arrived(self) -> Tensor:
+    def receive(self) -> Tensor:
         """Wait for the shift and return the received tensor."""
         self.pending.wait()
         return self.received

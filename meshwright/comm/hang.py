@@ -14,7 +14,7 @@ from meshwright.comm.flight import describe_call
 from meshwright.comm.group import list_ranks
 
 State = dict[str, Any]
-Ask = Callable[[int], State | None]
+AskState = Callable[[int], State | None]
 Key = tuple[str, int]
 
 # The greatest number of calls that the explanation follows, including the first.
@@ -25,20 +25,20 @@ OF_ANY_SIZE = ("all_to_all", "exchange")
 OTHER_END = {"send": "receive", "receive": "send"}
 
 
-def explain(call: dict[str, Any], rank: int, timeout: float, ask: Ask) -> str:
+def explain(call: dict[str, Any], rank: int, timeout: float, ask: AskState) -> str:
     """Return the message for `call`, on which `rank` has waited longer than `timeout` seconds."""
     stuck = [r for r in call["ranks"] if r == rank or _waits_in(ask(r), call)]
-    parts = [f"{describe_call(call)} did not end within {timeout:g} s on {ranks_named(stuck)}"]
+    parts = [f"{describe_call(call)} did not end within {timeout:g} s on {name_ranks(stuck)}"]
 
     # Follow the chain breadth first: a missing rank may itself wait in another call, whose missing ranks come next.
     queue, waits_for = [call], {_key(call): set[Key]()}
     while queue:
         current = queue.pop(0)
         states = {r: ask(r) for r in current["ranks"]}
-        missing = {r: state for r, state in states.items() if not _arrived(state, current)}
+        missing = {r: state for r, state in states.items() if not _has_arrived(state, current)}
         prefix = "" if current is call else f"for {describe_call(current)} "
         if not missing:
-            parts.append(prefix + _nobody_missing(current, states))
+            parts.append(prefix + _all_arrived_clause(current, states))
         parts += [prefix + clause for clause in _clauses(current, missing)]
         for held in (state["holding"] for state in missing.values() if state and state.get("holding")):
             waits_for[_key(current)].add(_key(held))
@@ -63,7 +63,7 @@ def _clauses(call: dict[str, Any], missing: dict[int, State | None]) -> list[str
     end = None if call["peer"] is None else OTHER_END.get(call["op"])
     what = "did not arrive" + (f" with the matching {end}" if end else "")
     return [
-        f"{ranks_named(ranks)} {what}: {'it' if len(ranks) == 1 else 'each'} {place}"
+        f"{name_ranks(ranks)} {what}: {'it' if len(ranks) == 1 else 'each'} {place}"
         for place, ranks in by_place.items()
     ]
 
@@ -80,10 +80,10 @@ def _place(state: State | None) -> str:
     return f"{doing}, in {state.get('at') or 'an unknown place'}"
 
 
-def _nobody_missing(call: dict[str, Any], states: dict[int, State | None]) -> str:
+def _all_arrived_clause(call: dict[str, Any], states: dict[int, State | None]) -> str:
     """Return a clause about a call at which all ranks arrived: a mismatch between their calls, or a stuck network."""
     for rank, state in states.items():
-        other = _recorded(state, call)
+        other = _published_record(state, call)
         if other and not _fits(call, other, is_peer=rank == call["peer"]):
             return f"rank {rank} has called {describe_call(other)} there, so the ranks disagree"
     return "every rank of it arrived, so the network or a device is probably stuck"
@@ -95,11 +95,11 @@ def _fits(call: dict[str, Any], other: dict[str, Any], is_peer: bool) -> bool:
     return other["op"] == expected and (other["payload"] == call["payload"] or expected in OF_ANY_SIZE)
 
 
-def _arrived(state: State | None, call: dict[str, Any]) -> bool:
+def _has_arrived(state: State | None, call: dict[str, Any]) -> bool:
     return state is not None and state.get("numbers", {}).get(call["group"], 0) >= call["number"]
 
 
-def _recorded(state: State | None, call: dict[str, Any]) -> dict[str, Any] | None:
+def _published_record(state: State | None, call: dict[str, Any]) -> dict[str, Any] | None:
     """Return the record that a rank has published of a call, or None if it has published none."""
     published = [] if state is None else [*state.get("around", []), *state.get("last", [])]
     return next((record for record in published if _key(record) == _key(call)), None)
@@ -114,5 +114,5 @@ def _key(call: dict[str, Any]) -> Key:
     return call["group"], call["number"]
 
 
-def ranks_named(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list_ranks(ranks)}"

@@ -79,37 +79,37 @@ def _error_of(backend: Any) -> str | None:
         return None
 
 
-def say_present(store: Store, rank: int, left: str | None = None) -> None:
-    """Record in the store that a rank answers or, with `left`, why it has left the run. `who_is_lost` reads it.
+def record_presence(store: Store, rank: int, left: str | None = None) -> None:
+    """Record in the store that a rank answers or, with `left`, why it has left the run. `describe_lost_ranks` reads it.
 
     These few bytes are separate from the rank's state, so that one request can ask thousands of ranks.
     """
-    store.set(_present(rank), json.dumps(left))
+    store.set(_presence_key(rank), json.dumps(left))
 
 
-def who_is_lost(store: Store, world: int, deadline: float) -> str:
+def describe_lost_ranks(store: Store, world: int, deadline: float) -> str:
     """Wait until every rank answers in the store, up to `deadline` (of the monotonic clock). Return a clause that names
     the ranks that do not answer, or that have left the run."""
     ranks = list(range(world))
-    while not store.check([_present(rank) for rank in ranks]) and time.monotonic() < deadline:
+    while not store.check([_presence_key(rank) for rank in ranks]) and time.monotonic() < deadline:
         time.sleep(ASK_PAUSE_S)
     silent = _silent(store, ranks)
     answering = sorted(set(ranks) - set(silent))
-    values = store.multi_get([_present(rank) for rank in answering]) if answering else []
+    values = store.multi_get([_presence_key(rank) for rank in answering]) if answering else []
     left = {rank: why for rank, value in zip(answering, values, strict=True) if (why := json.loads(value)) is not None}
     clauses = [_silence(silent)] if silent else []
     clauses += [f"rank {rank} has left ({why})" for rank, why in left.items()]
     return "; ".join(clauses) or "every rank answers, so the network between them is probably disturbed"
 
 
-def _present(rank: int) -> str:
+def _presence_key(rank: int) -> str:
     return f"here/{rank}"
 
 
 def _silent(store: Store, ranks: list[int]) -> list[int]:
     """Return the ranks that have not answered. The store only reports whether all of the given keys exist, so a binary
     search finds a few ranks among thousands with a few dozen requests."""
-    if store.check([_present(rank) for rank in ranks]):
+    if store.check([_presence_key(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:
         return ranks

@@ -31,7 +31,7 @@ def meet(rank: int, world: int, first_on_node: bool, host: str, port: int, limit
         # torch does not set a time limit on a store that it is given, and NCCL's ranks meet through it.
         store.set_timeout(limit)
     else:
-        with _noticing(f"waiting for rank 0 at {host}:{port}", rank > 0 and first_on_node):
+        with _repeat_notice(f"waiting for rank 0 at {host}:{port}", rank > 0 and first_on_node):
             server = TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=limit, multi_tenant=True)
         store = PrefixStore("meshwright", server)
     arrived = store.add(ARRIVED, 1)
@@ -45,7 +45,8 @@ def _wait_for_all(store: Store, arrived: int, world: int, where: str, limit: flo
     begun, next_notice = time.monotonic(), FIRST_WORD_S
     while arrived < world:
         time.sleep(0.02)
-        waited, arrived = time.monotonic() - begun, store.add(ARRIVED, 0)
+        waited = time.monotonic() - begun
+        arrived = store.add(ARRIVED, 0)
         if waited >= limit:
             missed = f"only {arrived} of {world} ranks met at {where} within {waited:.0f} s"
             raise UserError(f"{missed}: {_remedy(world, file_limit())}")
@@ -64,7 +65,7 @@ def _remedy(world: int, files: int) -> str:
 
 
 @contextmanager
-def _noticing(text: str, enabled: bool) -> Iterator[None]:
+def _repeat_notice(text: str, enabled: bool) -> Iterator[None]:
     """Repeat a notice with the elapsed seconds while the body runs, if it is enabled."""
     finished, begun = threading.Event(), time.monotonic()
 

@@ -16,7 +16,7 @@ from meshwright.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.layout import INNER, REPLICAS
 from meshwright.spec.traffic.communicators import (
-    MOST_BLOCKS,
+    MAX_BLOCKS,
     PP,
     PP_BACK,
     WORLD,
@@ -44,8 +44,8 @@ def call_limit(timeout: float) -> timedelta:
 def set_options(options: Any, group: str) -> None:
     """Set NCCL's options of a group's communicators."""
     options.is_high_priority_stream = is_urgent(group)
-    if group in MOST_BLOCKS:
-        options.config.max_ctas = MOST_BLOCKS[group]
+    if group in MAX_BLOCKS:
+        options.config.max_ctas = MAX_BLOCKS[group]
 
 
 class Mesh:

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 # Enough for any number of ranks. Containers may allow a thousand times as many, but programs that close every possible
 # file descriptor before they start a child would then take minutes.
-MOST_FILES = 1 << 20
+MAX_FILES = 1 << 20
 # The connections of a rank to the store: one of torch's process groups, and one of the watchdog.
 CONNECTIONS = 2
 
@@ -57,7 +57,7 @@ def raise_file_limit() -> int:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    wanted = MOST_FILES if hard == unlimited else min(hard, MOST_FILES)
+    wanted = MAX_FILES if hard == unlimited else min(hard, MAX_FILES)
     if soft != unlimited and soft < wanted:
         with suppress(ValueError, OSError):  # Some systems refuse their own hard limit.
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

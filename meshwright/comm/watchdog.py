@@ -39,7 +39,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from meshwright.comm.flight import RecordedCall
 from meshwright.comm.group import CommError
 from meshwright.comm.hang import State, explain
-from meshwright.comm.lost_ranks import ErrorPoll, say_present, who_is_lost
+from meshwright.comm.lost_ranks import ErrorPoll, describe_lost_ranks, record_presence
 from meshwright.comm.mesh import COMPILING_S, Mesh
 from meshwright.device import Device
 from meshwright.errors import notice
@@ -53,7 +53,7 @@ PUBLISHED_CALLS = 8
 # with every sign of a rank that compiles, and by ALARM with an alarm.
 ALARM = 1 << 40
 # Value of the key `told` after a hang, whose message was already printed. After a loss the value is the message.
-HANG_TOLD = "1"
+HANG_REPORTED = "1"
 # The longest time that the rank whose process hosts the store waits for the others to disconnect.
 STORE_LINGER_S = 30.0
 # The longest time that a rank waits for its files before it ends. A lost network disk may block a write for ever.
@@ -68,7 +68,8 @@ def open_store(env: Mapping[str, str] = os.environ) -> Store | None:
     """Open a separate connection to the store at MASTER_ADDR:MASTER_PORT. Return None if it can't be reached."""
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         return None
-    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    host = env["MASTER_ADDR"]
+    port = int(env["MASTER_PORT"])
     limit = timedelta(seconds=30)
     try:
         # Try the port first: torch would retry again and again if no process listens there.
@@ -108,7 +109,9 @@ class Watchdog:
         self._worker = threading.get_ident()  # The thread whose stack is published.
         # Every rank makes its watchdogs in the same order, so their numbers agree.
         self._store = None if store is None else PrefixStore(f"watchdog/{next(_NUMBERS)}", store)
-        self._stopping, self._wake, self._left = threading.Event(), threading.Event(), "it was finished"
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
+        self._left = "it was finished"
         self._overdue: RecordedCall | None = None
         self._errors = ErrorPoll(lambda: list(mesh.groups.values()))
         self._broken: str | None = None  # The error of a process group that failed.
@@ -163,17 +166,17 @@ class Watchdog:
         """Return the state that this rank publishes after an alarm. It omits rank lists that the other ranks already
         have: with thousands of ranks, sending them would take longer than a report may take."""
         frames = self._stack()
-        held = self.flight.holding()
+        held = self.flight.blocking_call()
         is_known = held is not None and (held.group, held.number) == self._asked
         return {
             "rank": self.rank,
-            "numbers": self.flight.begun(held),
-            "holding": held.plain(with_ranks=not is_known) if held else None,
-            "around": [call.plain(with_ranks=False) for call in self._around(held)],
+            "numbers": self.flight.calls_begun(held),
+            "holding": held.to_plain(with_ranks=not is_known) if held else None,
+            "around": [call.to_plain(with_ranks=False) for call in self._around(held)],
             "compiling": is_compiling(),
             "at": next((where for where, ours in frames if ours), frames[0][0] if frames else None),
             "stack": [where for where, _ in frames],
-            "last": [call.plain(with_ranks=False) for call in list(self.flight.last)[-PUBLISHED_CALLS:]],
+            "last": [call.to_plain(with_ranks=False) for call in list(self.flight.last)[-PUBLISHED_CALLS:]],
         }
 
     def _around(self, held: RecordedCall | None) -> list[RecordedCall]:
@@ -220,7 +223,8 @@ class Watchdog:
     def _overdue_call(self) -> RecordedCall | None:
         """Return a call that has held up the program for too long, or None. Each sign of a compiling rank restarts the
         time."""
-        held, now = self.flight.holding(self.timeout), time.monotonic()
+        held = self.flight.blocking_call(self.timeout)
+        now = time.monotonic()
         if held is None or held.since is None:
             return None
         excused = now - self._compiled < self.timeout and now - held.since < self.timeout + COMPILING_S
@@ -252,7 +256,7 @@ class Watchdog:
                 self._tell_loss(store, loss)
             # Publish why this rank is gone. After a run without errors, the rank that hosts the store leaves last.
             store.set(f"state/{self.rank}", json.dumps({"rank": self.rank, "left": self._left}))
-            say_present(store, self.rank, self._left)
+            record_presence(store, self.rank, self._left)
             self._leave(store, STORE_LINGER_S if self._error is None else 0.0)
         except RuntimeError:  # The store is gone, and with it the rank that hosted it.
             self._store_gone = True
@@ -263,7 +267,8 @@ class Watchdog:
 
     def _look(self, store: Store) -> None:
         """Check the store for an alarm and for signs of compiling ranks, and add this rank's sign if it compiles."""
-        began, self._compiles = self._compiles, is_compiling()
+        began = self._compiles
+        self._compiles = is_compiling()
         if self._compiles and not began:
             store.set("compiling", str(self.rank))
         signs = store.add("signs", int(self._compiles))
@@ -272,7 +277,10 @@ class Watchdog:
             self._answer(store)
         if signs > self._signs:
             self._signs, self._compiled = signs, self._heard
-        if self._compiled > self._heard - self.timeout and (held := self.flight.holding(self.timeout)) is not None:
+        if (
+            self._compiled > self._heard - self.timeout
+            and (held := self.flight.blocking_call(self.timeout)) is not None
+        ):
             self._excuse(store, held)
 
     def _excuse(self, store: Store, held: RecordedCall) -> None:
@@ -306,7 +314,7 @@ class Watchdog:
             state: State = json.loads(store.get(f"state/{rank}"))
             return state
 
-        self._end(explain(call.plain(), self.rank, self.timeout, ask), store)
+        self._end(explain(call.to_plain(), self.rank, self.timeout, ask), store)
 
     def _tell_loss(self, store: Store, what: str) -> None:
         """End the run because `what` failed. The first rank that notices asks all ranks, and names those that do not
@@ -318,7 +326,7 @@ class Watchdog:
         begun = time.monotonic()
         store.set("alarm", json.dumps(None))  # The alarm is not about an overdue call.
         self._publish(store)
-        message = f"{what}; {who_is_lost(store, self.world, begun + self.grace)}"
+        message = f"{what}; {describe_lost_ranks(store, self.world, begun + self.grace)}"
         # Give the launcher time to notice which rank died before this one ends too.
         time.sleep(max(0.0, begun + LAUNCHER_SEES_S - time.monotonic()))
         self._end(message, store, lost=True)
@@ -333,7 +341,7 @@ class Watchdog:
             self._answered = True
             store.wait(["told"], timedelta(seconds=2 * self.grace + 1.0))
             message = store.get("told").decode()
-            if message != HANG_TOLD:
+            if message != HANG_REPORTED:
                 report_loss(message, speaks=False)
         except RuntimeError:
             self._store_gone = True
@@ -345,7 +353,7 @@ class Watchdog:
         self._end(None, store)
 
     def _loss(self) -> str | None:
-        """Return why this rank believes that another one is lost, or None if it has no reason to."""
+        """Return the reason to believe that another rank is lost, or None if there is none."""
         if self._broken is not None:
             return self._broken
         # A call that torch refused fails on a rank whose peers are all well.
@@ -361,7 +369,7 @@ class Watchdog:
             state = {"rank": self.rank, "at": f"an unknown place ({type(error).__name__}: {error})"}
         if self._asked is not None:
             store.set(f"state/{self.rank}", json.dumps(state))
-        say_present(store, self.rank)
+        record_presence(store, self.rank)
         store.add("answered", 1)
         self._write_flight(state)
 
@@ -379,7 +387,8 @@ class Watchdog:
         It first stays until ranks outside the stuck call have received the alarm, then until every rank that answered
         has read the message. On a busy machine that takes longer, and they would mistake this rank for the dead one.
         """
-        ended, begun = store.add("ended", 1), time.monotonic()
+        ended = store.add("ended", 1)
+        begun = time.monotonic()
         while self.rank == self.keeper and ended < self.world:
             waited = time.monotonic() - begun
             all_read = waited >= self.interval + 0.5 and ended >= store.add("answered", 0)
@@ -429,7 +438,7 @@ class Watchdog:
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 if message is not None:
-                    store.set("told", message if lost else HANG_TOLD)
+                    store.set("told", message if lost else HANG_REPORTED)
                 self._leave_after_alarm(store)
         self._finish_writes()
         act_before_end()
@@ -460,8 +469,8 @@ class Watchdog:
     def _write_flight(self, state: State) -> None:
         """Begin to write the whole flight record to a file, for later study."""
         record = state | {
-            "open": [call.plain() for call in list(self.flight.open.values())],
-            "last": [call.plain() for call in list(self.flight.last)],
+            "open": [call.to_plain() for call in list(self.flight.open.values())],
+            "last": [call.to_plain() for call in list(self.flight.last)],
         }
         self._try_write(f"rank-{self.rank}.json", json.dumps(record, indent=1))
 
@@ -478,7 +487,9 @@ class Watchdog:
         return [(f"{_short(file)}:{place}", _ours(file)) for file, place in places]
 
 
-def watched(mesh: Mesh, timeout: float, device: Device, own_world: bool = True, folder: Path | None = None) -> Watchdog:
+def watchdog_for(
+    mesh: Mesh, timeout: float, device: Device, own_world: bool = True, folder: Path | None = None
+) -> Watchdog:
     """Return the watchdog of a program, to be entered around all its calls. `own_world`: Meshwright set up
     torch.distributed itself, so rank 0 may be the rank that hosts the store."""
     store = open_store() if mesh.layout.world > 1 else None

@@ -12,7 +12,7 @@ from typing import Literal
 from meshwright.errors import UserError, divisors, either, nearest
 
 # The most blocks, heads and experts. Loops visit each of them, so a larger number would seem to hang.
-MOST_BLOCKS = 2**16
+MAX_BLOCKS = 2**16
 # The longest time that a key may name: a year.
 LONGEST_S = 365 * 24 * 3600.0
 
@@ -84,7 +84,7 @@ class ExpertsConfig:
             "model.experts", self, "count", "ffn", "shared", "first_dense", "bias_balance", "aux_loss", "z_loss"
         )
         positive("model.experts", self, "top_k", "every", "scale", "groups", "groups_used")
-        at_most("model.experts", self, MOST_BLOCKS, "count")
+        at_most("model.experts", self, MAX_BLOCKS, "count")
         if self.capacity is not None and not self.capacity > 0:
             raise UserError(
                 f"model.experts.capacity={self.capacity:g} leaves no room for any token: give e.g. 1.25, or leave it "
@@ -192,7 +192,8 @@ class RopeScalingConfig:
     mscale_all_dim: float = 0.0
 
     def __post_init__(self) -> None:
-        name, given = "model.rope_scaling", ROPE_KEYS[self.kind]
+        name = "model.rope_scaling"
+        given = ROPE_KEYS[self.kind]
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if field.name not in given and value != field.default:

@@ -15,7 +15,7 @@ from meshwright.plugins import Registry
 BLOCK_UNIT = 16
 NODE_COPY = "comm.gather.node_copy=true"
 # The most elements of a block of topk: positions in a block are sent as numbers of one or two bytes.
-MOST_CHOSEN_FROM = 1 << 15
+MAX_CHOSEN_FROM = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ReduceKind:
     the section of the config (see `Codec` in engine/sharding/compression/exchange.py). `message_bytes` is a function of
     (config, elements, bytes of an element) that returns the bytes of a compressed slice, or its path.
 
-    A kind without a codec has a `reducer` of its own, the path of a function of a `Request`, and a `plan` of it, the
+    A kind without a codec has a `reducer`, the path of a function of a `ReducerRequest`, and a `plan` of it, the
     path of a function of the section of the config that needs no torch (see `ReducerPlan`).
     """
 
@@ -49,7 +49,7 @@ REDUCE_KINDS = Registry("comm.reduce.kind", {
     "fp8": ReduceKind(f"{_CODES}:Float8", f"{_SIZES}:scaled_bytes", ("block",), rounds=True),
     "int8": ReduceKind(f"{_CODES}:Int8", f"{_SIZES}:scaled_bytes", ("block",), rounds=True),
     "int4": ReduceKind(f"{_CODES}:Int4", f"{_SIZES}:scaled_bytes", ("block",), rounds=True),
-    "onebit": ReduceKind(f"{_CODES}:Signs", f"{_SIZES}:scaled_bytes", ("block",), biased=True),
+    "onebit": ReduceKind(f"{_CODES}:SignCodec", f"{_SIZES}:scaled_bytes", ("block",), biased=True),
     "powersgd": ReduceKind(
         keys=("rank",), biased=True, reducer="meshwright.engine.sharding.compression.make:low_rank", sends_factors=True
     ),
@@ -84,9 +84,9 @@ class ReduceConfig:
         if self.block % BLOCK_UNIT:
             up = -(-self.block // BLOCK_UNIT) * BLOCK_UNIT
             raise UserError(f"{self.section}.block={self.block} must be a multiple of {BLOCK_UNIT}: try {up}")
-        if self.kind == "topk" and self.block > MOST_CHOSEN_FROM:
+        if self.kind == "topk" and self.block > MAX_CHOSEN_FROM:
             raise UserError(f"{self.section}.block={self.block} is more than places in a block of topk can be numbered "
-                            f"for: use at most {MOST_CHOSEN_FROM}")  # fmt: skip
+                            f"for: use at most {MAX_CHOSEN_FROM}")  # fmt: skip
         if self.adaptive and (self.facts.compresses or self.error_feedback != "auto"):
             raise UserError(f"{self.section}.adaptive=true chooses how gradients are sent, and keeps what is left out: "
                             f"leave {self.section}.kind and {self.section}.error_feedback out")  # fmt: skip

@@ -32,7 +32,7 @@ BUCKET_MIB = 0.05
 
 
 @dataclass(frozen=True)
-class Checked:
+class ExactTwin:
     """A config to check on `world` ranks, the same model for one process, and a sentence for each change to the user's
     config. The gradients of the first `compared` steps are compared."""
 
@@ -43,7 +43,7 @@ class Checked:
     compared: int = STEPS
 
 
-def exact_twin(config: Config, devices: int, most: int, given: bool) -> Checked:
+def exact_twin(config: Config, devices: int, most: int, given: bool) -> ExactTwin:
     """Return the twin of a run on `devices` devices, for at most `most` ranks, or with `given` for exactly `most`."""
     exact, changes = with_exact_features(config)
     # A run's replicas have become data-parallel ranks.
@@ -62,7 +62,7 @@ def exact_twin(config: Config, devices: int, most: int, given: bool) -> Checked:
         train=replace(exact.train, global_batch=batch, micro_batch=micro),
         tune=small_tune(exact.tune), comm=replace(exact.comm, bucket_mib=BUCKET_MIB),
     )  # fmt: skip
-    return Checked(split, alone(split), world, tuple(changes))
+    return ExactTwin(split, alone(split), world, tuple(changes))
 
 
 def alone(config: Config) -> Config:
@@ -204,7 +204,7 @@ def _with_short_samples(config: Config, world: int, changes: list[str]) -> Confi
     return replace(config, model=replace(config.model, seq=SEQ), train=train)
 
 
-def full_size(config: Config, world: int, exact: bool) -> Checked:
+def full_size(config: Config, world: int, exact: bool) -> ExactTwin:
     """Return the config at its real sizes for `world` ranks, with few steps. With `exact` it is in float64 and all
     features are exact. Dropout and the batch-size ramp are left out either way."""
     changes: list[str] = []
@@ -230,4 +230,4 @@ def full_size(config: Config, world: int, exact: bool) -> Checked:
         single = replace(single, train=replace(single.train, micro_batch=micro), recompute=config.recompute)
     # Without `exact` only one step is compared. Adam divides each gradient by its own size, so a rounding error in a
     # small gradient makes a large difference in the update, and later steps differ more and more.
-    return Checked(config, single, world, tuple(changes), STEPS if exact else 1)
+    return ExactTwin(config, single, world, tuple(changes), STEPS if exact else 1)

@@ -9,7 +9,7 @@ from meshwright.config.blocks import not_negative, positive, seconds_of
 from meshwright.errors import UserError
 
 # The fewest values whose median is a useful comparison.
-LEAST_WINDOW = 8
+MIN_WINDOW = 8
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class FaultsConfig:
         assert self.rest_s and self.lost_after_s
         positive("faults", self, "spike_factor", "window", "max_skips", "max_faults", "slow_steps")
         not_negative("faults", self, "check_every", "slow_factor", "slow_seconds")
-        if self.window < LEAST_WINDOW:
-            raise UserError(f"faults.window={self.window} is too few steps to compare with: use {LEAST_WINDOW} or more")
+        if self.window < MIN_WINDOW:
+            raise UserError(f"faults.window={self.window} is too few steps to compare with: use {MIN_WINDOW} or more")
         if 0 < self.slow_factor <= 1.0:
             raise UserError(f"faults.slow_factor={self.slow_factor:g} must be above 1, e.g. 1.5 (or 0: none is named)")

@@ -42,7 +42,7 @@ class Feature:
     on: tuple[Any, ...] = ()  # the values that ask for the feature; empty: all but the plain ones
     where: Callable[[Config], bool] = always  # False for configs in which the key has no effect
 
-    def used(self, c: Config) -> bool:
+    def is_used(self, c: Config) -> bool:
         """Return whether a config uses the feature."""
         value = attrgetter(self.key)(c)
         return (value in self.on if self.on else value not in self.plain) and self.where(c)
@@ -61,7 +61,9 @@ def _word(key: str, value: Any) -> str:
     """Return a key and its value as a user writes them."""
     if isinstance(value, bool):
         return f"{key}={str(value).lower()}"
-    return f"{key}={list(value) if isinstance(value, tuple) else f'{value:g}' if isinstance(value, float) else value}"
+    if isinstance(value, float):
+        return f"{key}={value:g}"
+    return f"{key}={list(value) if isinstance(value, tuple) else value}"
 
 
 def none_of(*names: str) -> dict[str, str]:
@@ -87,7 +89,7 @@ FEATURES: dict[str, Feature] = {
         "model.position", ("rope",), {}, on=("learned",),
         where=lambda c: c.model.kind_facts.has_blank_positions,
     ),
-    "token_types": Feature("model.token_types", (0,), {}, where=lambda c: not FEATURES["second_positions"].used(c)),
+    "token_types": Feature("model.token_types", (0,), {}, where=lambda c: not FEATURES["second_positions"].is_used(c)),
     "reset_attention": Feature("data.reset_attention", (False,), {}),
     "tp": Feature("layout.tp", (1,), {}),
     "pp": Feature("layout.pp", (1,), {}),
@@ -178,7 +180,7 @@ FEATURES: dict[str, Feature] = {
 }  # fmt: skip
 
 
-class Owner(NamedTuple):
+class ModelChoice(NamedTuple):
     """A choice that every model makes, such as its kind or its norm, with the features that the choice supports."""
 
     words: str  # its key and value, for error sentences
@@ -187,26 +189,28 @@ class Owner(NamedTuple):
     reasons: Mapping[str, str]  # reasons for some refusals, written as in `Feature.refuses`
 
 
-def owners_of(c: Config) -> Iterator[Owner]:
+def owners_of(c: Config) -> Iterator[ModelChoice]:
     """Yield the choices of a config that support only some features: the model's kind and its norm."""
     kind, norm = c.model.kind_facts, c.model.norm_facts
-    yield Owner(kind.words or f"model.kind={c.model.kind}", kind.supports, frozenset(FEATURES), kind.reasons)
-    yield Owner(f"model.norm={c.model.norm}", norm.supports, frozenset({"grid"}), {})
+    yield ModelChoice(kind.words or f"model.kind={c.model.kind}", kind.supports, frozenset(FEATURES), kind.reasons)
+    yield ModelChoice(f"model.norm={c.model.norm}", norm.supports, frozenset({"grid"}), {})
 
 
-def exclusions(c: Config, planned: bool = False) -> Iterator[str]:
+def exclusions(config: Config, planned: bool = False) -> Iterator[str]:
     """Yield a sentence for each two choices of a config that can't be combined. With `planned`, the combination that
     only the planner accepts is left out."""
-    used = [name for name, feature in FEATURES.items() if feature.used(c)]
-    for owner in owners_of(c):
+    used = [name for name, feature in FEATURES.items() if feature.is_used(config)]
+    for owner in owners_of(config):
         for name in used:
             if name in owner.asked - owner.supports:
                 feature = FEATURES[name]
-                yield _sentence(feature.words(c), owner.words, owner.reasons.get(name, ""), [feature.fix], True)
+                yield _sentence(feature.words(config), owner.words, owner.reasons.get(name, ""), [feature.fix], True)
     for first, second in combinations(used, 2):
         above, below = FEATURES[first], FEATURES[second]
         if first in below.refuses and not (planned and (second, first) == PLANNED_ONLY):
-            yield _sentence(above.words(c), below.words(c), below.refuses[first], [above.fix, below.fix], False)
+            yield _sentence(
+                above.words(config), below.words(config), below.refuses[first], [above.fix, below.fix], False
+            )
 
 
 def _sentence(one: str, other: str, reason: str, fixes: list[str], owned: bool) -> str:
@@ -223,4 +227,4 @@ def keep_blocks_apart(c: Config) -> list[str]:
     """Return the features of a config that prevent compiling several blocks as one graph, as key=value words that turn
     them off."""
     refused = FEATURES["compiled_together"].refuses
-    return [FEATURES[name].fix for name in refused if FEATURES[name].used(c)]
+    return [FEATURES[name].fix for name in refused if FEATURES[name].is_used(c)]

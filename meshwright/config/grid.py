@@ -45,14 +45,14 @@ def check_grid(tp: int, sizes: tuple[int, ...], kind: str, keeps: bool) -> None:
         )
 
 
-def grid_fits(c: Config, world: int) -> Iterator[str]:
+def grid_fits(config: Config, world: int) -> Iterator[str]:
     """Check that a grid divides the model's sizes and the micro-batch."""
-    grid = c.layout.grid
+    grid = config.layout.grid
     if grid is None:
         return
-    yield from grid_divides(c, world)
-    if c.train.micro_batch % grid.rows(grid.inner):
-        yield from _shares(c, grid, f"layout.tp_grid={list(c.layout.tp_grid)}")
+    yield from grid_divides(config, world)
+    if config.train.micro_batch % grid.rows(grid.inner):
+        yield from _shares(config, grid, f"layout.tp_grid={list(config.layout.tp_grid)}")
 
 
 def grid_divides(c: Config, world: int) -> Iterator[str]:
@@ -60,19 +60,19 @@ def grid_divides(c: Config, world: int) -> Iterator[str]:
     grid = c.layout.grid
     if grid is None:
         return
-    o, m = c.layout, c.model
+    o, model = c.layout, c.model
     # The first weight of a gated MLP is two weights in one: the gate's and the other factor's.
-    widths = 2 if m.mlp.endswith("glu") else 1
+    widths = 2 if model.mlp.endswith("glu") else 1
     inner = grid.size(grid.inner.features)
     shown = f"layout.tp_grid={list(o.tp_grid)}"
-    for key, size in (("heads", m.heads), ("kv_heads", m.kv_heads), ("ffn", m.ffn)):
+    for key, size in (("heads", model.heads), ("kv_heads", model.kv_heads), ("ffn", model.ffn)):
         if size % inner:
             yield f"{shown} cuts model.{key}={size} into {inner} equal parts: choose a grid that divides it"
-    if m.hidden % grid.col:
-        yield f"{shown} cuts model.hidden={m.hidden} into {grid.col} equal parts: choose a grid that divides it"
+    if model.hidden % grid.col:
+        yield f"{shown} cuts model.hidden={model.hidden} into {grid.col} equal parts: choose a grid that divides it"
     weights = {
-        "queries, keys and values": ((m.heads + 2 * m.kv_heads) * m.head_dim, grid.first),
-        "attention's output": (m.hidden, grid.second), "the MLP's first weight": (m.ffn * widths, grid.first),
+        "queries, keys and values": ((model.heads + 2 * model.kv_heads) * model.head_dim, grid.first),
+        "attention's output": (model.hidden, grid.second), "the MLP's first weight": (model.ffn * widths, grid.first),
     }  # fmt: skip
     for what, (size, roles) in weights.items():
         parts = grid.size(roles.y.features) * grid.size(roles.weight)
@@ -80,30 +80,33 @@ def grid_divides(c: Config, world: int) -> Iterator[str]:
             yield f"{shown} cuts the {size} rows of {what} into {parts} equal parts: choose a grid that divides them"
 
 
-def _shares(c: Config, grid: Grid, shown: str) -> Iterator[str]:
+def _shares(config: Config, grid: Grid, shown: str) -> Iterator[str]:
     """Check that ranks can share sequences, which they must if the parts of a grid outnumber the micro-batch's whole
     sequences."""
-    size, rows, m = grid.size(grid.sharing), grid.rows(grid.inner), c.model
-    up = -(-c.train.micro_batch // rows) * rows
+    size = grid.size(grid.sharing_axis)
+    rows = grid.rows(grid.inner)
+    model = config.model
+    up = -(-config.train.micro_batch // rows) * rows
     # With `size` ranks sharing each sequence, a micro-batch must be a multiple of this many sequences.
     each = rows // size
-    enough = f"train.micro_batch={c.train.micro_batch} is not a multiple of the {rows} parts of {shown}"
+    enough = f"train.micro_batch={config.train.micro_batch} is not a multiple of the {rows} parts of {shown}"
     if size == 1:
         yield f"{enough}: set train.micro_batch={up}"
         return
-    if c.train.micro_batch % each:
+    if config.train.micro_batch % each:
         yield f"{enough}: set train.micro_batch={up}, or a multiple of {each} to share each sequence by {size} ranks"
-    if m.seq % (2 * size):
+    if model.seq % (2 * size):
         yield (
-            f"{enough}, so {size} ranks share each, and model.seq={m.seq} is not a multiple of {2 * size}: change it, "
+            f"{enough}, so {size} ranks share each, and model.seq={model.seq} is not a multiple of {2 * size}: "
+            "change it, "
             f"or set train.micro_batch={up}"
         )
-    if c.train.micro_batch // each * m.seq % grid.row:
+    if config.train.micro_batch // each * model.seq % grid.row:
         yield f"{enough}: set train.micro_batch={up}"
-    if m.attention_dropout:
+    if model.attention_dropout:
         yield (
             f"{enough}, and shared sequences can't be combined with dropout inside attention: set "
             f"train.micro_batch={up}, or model.attention_dropout=0"
         )
-    if "cp" not in m.kind_facts.supports:
-        yield f"{enough}, and sequences of model.kind={m.kind} can't be shared: set train.micro_batch={up}"
+    if "cp" not in model.kind_facts.supports:
+        yield f"{enough}, and sequences of model.kind={model.kind} can't be shared: set train.micro_batch={up}"

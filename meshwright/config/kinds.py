@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from meshwright.config.sections import Config
 
 # The features that act around the blocks, whatever computation is in them.
-AROUND = frozenset({
+OUTER_FEATURES = frozenset({
     "pp", "zero", "zero3", "node_shards", "optimizer_offload", "parameter_offload", "fp16", "compression", "adaptive",
     "algorithm", "node_copy", "replicas", "server", "elastic", "ema", "noise_scale",
 })  # fmt: skip
 # The features that blocks built from Meshwright's parts support, whichever tokens see each other in them.
-BLOCKS = AROUND | {
+BLOCKS = OUTER_FEATURES | {
     "dropout", "attention_dropout", "embedding_dropout", "tp", "sequence_parallel", "fp8", "compile", "pieces",
     "activation_offload", "some_recomputed", "tensor_overlap", "adapters", "dora", "adapter_dropout",
     "compiled_together", "token_types",
 }  # fmt: skip
-BOTH_WAYS = "looks back only, and {this} looks both ways"
+LOOKS_BOTH_WAYS = "looks back only, and {this} looks both ways"
 NO_DOCUMENTS = "has no effect with {this}, whose samples are made otherwise"
 
 
@@ -57,7 +57,7 @@ MODEL_KINDS = Registry("model.kind", {
     ),
     "bert": ModelKind(
         "meshwright.spec.model.description:bert", ("masked",), BLOCKS,
-        {"alibi": BOTH_WAYS, "latent": BOTH_WAYS, "reset_attention": NO_DOCUMENTS},
+        {"alibi": LOOKS_BOTH_WAYS, "latent": LOOKS_BOTH_WAYS, "reset_attention": NO_DOCUMENTS},
         causal=False, predicts_chosen=True, writes_text=False,
     ),
     "t5": ModelKind(
@@ -77,14 +77,15 @@ MODEL_KINDS = Registry("model.kind", {
             "experts", "aux_loss", "z_loss", "bias_balance", "ep", "grid", "second_positions"
         }) - {"attention_dropout"},
         {
-            "alibi": BOTH_WAYS, "latent": BOTH_WAYS, "attention_dropout": "needs kernels that {this} does not have",
+            "alibi": LOOKS_BOTH_WAYS, "latent": LOOKS_BOTH_WAYS,
+            "attention_dropout": "needs kernels that {this} does not have",
             "reset_attention": "can't be combined with {this}, which takes a first document for a prefix",
         },
         unused=("pooler", "predictions"), has_blank_positions=True,
     ),
     "hf": ModelKind(
         "meshwright.spec.model.description:hf", ("causal", "chat"),
-        AROUND | {
+        OUTER_FEATURES | {
             "tp", "dropout", "attention_dropout", "embedding_dropout", "window", "alibi", "experts", "aux_loss",
             "z_loss", "bias_balance", "latent", "token_types", "reset_attention",
         },
@@ -93,39 +94,39 @@ MODEL_KINDS = Registry("model.kind", {
 })  # fmt: skip
 
 
-def kind_fits(c: Config, world: int) -> Iterator[str]:
+def kind_fits(config: Config, world: int) -> Iterator[str]:
     """Check that a kind can learn the objective, and the keys that it fixes, does not use or does not have."""
-    kind, m = MODEL_KINDS.named(c.model.kind), c.model
-    if c.objective not in kind.objectives:
-        others = [f"model.kind={name}" for name, other in MODEL_KINDS.items() if c.objective in other.objectives]
+    kind, model = MODEL_KINDS.entry(config.model.kind), config.model
+    if config.objective not in kind.objectives:
+        others = [f"model.kind={name}" for name, other in MODEL_KINDS.items() if config.objective in other.objectives]
         learns = either([OBJECTIVES[name].learns for name in kind.objectives])
         yield (
-            f"model.kind={m.kind} learns {learns}, and data.objective is {c.objective}: set "
+            f"model.kind={model.kind} learns {learns}, and data.objective is {config.objective}: set "
             f"{either([f'data.objective={kind.objectives[0]}', *others])}"
         )
-    fixed = {**kind.fixed, **({"kv_heads": m.heads} if kind.is_encoder_decoder else {})}
+    fixed = {**kind.fixed, **({"kv_heads": model.heads} if kind.is_encoder_decoder else {})}
     for key, value in fixed.items():
-        if getattr(m, key) != value:
-            yield f"model.{key}={getattr(m, key)} can't be combined with model.kind={m.kind}: set it to {value}"
+        if getattr(model, key) != value:
+            yield f"model.{key}={getattr(model, key)} can't be combined with model.kind={model.kind}: set it to {value}"
     for key in kind.unused:
-        if getattr(m, key):
-            yield f"model.{key}={getattr(m, key)} has no effect with model.kind={m.kind}: leave it out"
+        if getattr(model, key):
+            yield f"model.{key}={getattr(model, key)} has no effect with model.kind={model.kind}: leave it out"
     for key in ("mask_eod", "reset_positions", "reset_attention"):
-        if getattr(c.data, key) and not c.objective_facts.splits_documents:
-            yield f"data.{key}=true has no effect with data.objective={c.objective}: leave it out"
-    if kind.predicts_chosen and m.pooler and m.token_types == 1:
+        if getattr(config.data, key) and not config.objective_facts.splits_documents:
+            yield f"data.{key}=true has no effect with data.objective={config.objective}: leave it out"
+    if kind.predicts_chosen and model.pooler and model.token_types == 1:
         yield "model.token_types=1 can't tell two segments apart: set it to 2, or to 0, or model.pooler=false"
-    if m.predictions > m.seq:
-        yield f"model.predictions={m.predictions} is more than model.seq={m.seq}: lower it"
+    if model.predictions > model.seq:
+        yield f"model.predictions={model.predictions} is more than model.seq={model.seq}: lower it"
 
 
-def foreign_model_fits(c: Config, world: int) -> Iterator[str]:
+def foreign_model_fits(config: Config, world: int) -> Iterator[str]:
     """Check the conditions that only a model built by transformers has."""
-    if not c.model.kind_facts.is_foreign:
+    if not config.model.kind_facts.is_foreign:
         return
-    if not c.model.hf:
+    if not config.model.hf:
         yield "model.kind=hf builds the model of a folder: name it in model.hf"
-    if not c.objective_facts.packed and c.data.reset_positions != c.data.reset_attention:
+    if not config.objective_facts.packed and config.data.reset_positions != config.data.reset_attention:
         yield (
             "transformers keeps attention within the tokens that positions count from 0: set data.reset_positions and "
             "data.reset_attention alike"

@@ -89,7 +89,8 @@ def set_key(raw: dict[str, Any], word: str, sections: Mapping[str, type] | None 
     if not equals or not path or not all(path) or not last:
         close = _full_key(last) if equals and not path else ""
         raise UserError(f"'{word}' is not of the form section.key=value{close}, e.g. train.steps=100")
-    section, kinds = raw, hints_of(Config) | dict(sections or {})
+    section = raw
+    kinds = hints_of(Config) | dict(sections or {})
     for depth, name in enumerate(path, 1):
         if section.get(name) is None:
             section[name] = {}
@@ -117,7 +118,8 @@ def _kind_of(path: Sequence[str], kinds: Mapping[str, Any]) -> Any:
 def config_keys(kind: Any = Config, before: str = "") -> Iterator[str]:
     """Yield every key of a config as it is written on a command line, such as `train.steps=`."""
     for field in dataclasses.fields(kind):
-        name, hint = f"{before}{key_of(field)}", hints_of(kind)[field.name]
+        name = f"{before}{key_of(field)}"
+        hint = hints_of(kind)[field.name]
         if dataclasses.is_dataclass(hint):
             yield from config_keys(hint, f"{name}.")
         elif before:
@@ -185,7 +187,7 @@ def with_folder(model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, 
         from meshwright.data.packed import sample_length
 
         made |= {"seq": sample_length(prefixes, made["seq"])}
-    return merged(made, model)
+    return merge_sections(made, model)
 
 
 def with_preset(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,8 +198,8 @@ def with_preset(model: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(
                 f"unknown model.preset '{name}'{nearest(str(name), PRESETS)}: the presets are {_list(PRESETS)}"
             )
-        model = merged(PRESETS[name], model)
-    return merged(KIND_DEFAULTS.get(str(model.get("kind")), {}), model)
+        model = merge_sections(PRESETS[name], model)
+    return merge_sections(KIND_DEFAULTS.get(str(model.get("kind")), {}), model)
 
 
 def _section(cls: Any, name: str, given: Mapping[str, Any]) -> Any:
@@ -239,7 +241,9 @@ def _value(hint: Any, key: str, value: Any) -> Any:
         return _value(next(a for a in args if a is not type(None)), key, value)
     if origin is typing.Literal:
         # YAML reads `true` as a bool and a missing value as None.
-        value = str(value).lower() if isinstance(value, bool) else "" if value is None else value
+        value = "" if value is None else value
+        if isinstance(value, bool):
+            value = str(value).lower()
         if str(value) in args:
             return str(value)
         raise UserError(f"{key}={value} is not one of {', '.join(args)}{nearest(str(value), args)}")
@@ -293,19 +297,19 @@ def _number(hint: Any, key: str, text: str) -> int | float | str:
     return text if number is None else number
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return a section, or a value of one, as mappings, lists and scalars that JSON and YAML can write."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {key_of(f): plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {key_of(f): to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return value
 
 
 def to_mapping(config: Config) -> dict[str, Any]:
     """Return a config as nested plain values. `config_from` turns them back into the same config."""
-    out = {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config) if f.name != "extra"}
-    out |= {name: plain(section) for name, section in config.extra.items()}
+    out = {f.name: to_plain(getattr(config, f.name)) for f in dataclasses.fields(config) if f.name != "extra"}
+    out |= {name: to_plain(section) for name, section in config.extra.items()}
     return out
 
 
@@ -320,7 +324,7 @@ def flat(sections: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a mapping whose keys have dots as nested sections. This is the inverse of `flat`."""
     sections: dict[str, Any] = {}
     for key, value in values.items():
@@ -332,12 +336,12 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return sections
 
 
-def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def merge_sections(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` overridden by the given keys. Sections that both have are merged, not replaced."""
     result = {**base, **given}
     for key in base.keys() & given.keys():
         if isinstance(base[key], Mapping) and isinstance(given[key], Mapping):
-            result[key] = merged(base[key], given[key])
+            result[key] = merge_sections(base[key], given[key])
     return result
 
 

@@ -46,7 +46,7 @@ class LRConfig:
     min: float = 0.0
 
     def __post_init__(self) -> None:
-        LR_SCHEDULES.named(self.schedule)
+        LR_SCHEDULES.entry(self.schedule)
         not_negative("lr", self, "decay", "min")
         if isinstance(self.warmup, str):
             steps = whole_number_from(self.warmup, "lr.warmup")

@@ -1,4 +1,5 @@
-"""The config sections that decide what a rank keeps in memory: sharded and offloaded states, recomputed activations."""
+"""The config sections that set the contents of a rank's memory: sharded and offloaded states, recomputed
+activations."""
 
 from __future__ import annotations
 

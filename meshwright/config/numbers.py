@@ -18,7 +18,8 @@ def number_from(text: str, suffixes: dict[str, int] = SUFFIXES) -> float | None:
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
         return None
-    digits, suffix = match[1].replace(",", "").replace("_", ""), match[2].lower()
+    digits = match[1].replace(",", "").replace("_", "")
+    suffix = match[2].lower()
     if suffix and suffix not in suffixes:
         return None
     return float(digits) * suffixes[suffix] if suffix else float(digits)

@@ -42,7 +42,7 @@ class MuonConfig:
     # Factor on a matrix's update: 0.2 sqrt(max(out, in)) (match_adamw) or sqrt(max(1, out / in)) (original).
     scale: Literal["match_adamw", "original"] = "match_adamw"
     precision: Literal["bf16", "fp32"] = "bf16"  # precision of the iterations
-    per_head: bool = False  # the queries, keys and values of each head are matrices of their own
+    per_head: bool = False  # the queries, keys and values of each head are separate matrices
     adamw_lr: float = 0.0  # peak learning rate of embeddings, the head, norms and biases; 0: optimizer.lr
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class GroupConfig:
             raise UserError('optimizer.groups: match is empty: give a pattern of parameter names, e.g. match: "*norm*"')
         not_negative(where, self, "lr", *(["decay"] if self.decay is not None else []))
         if self.optimizer:
-            RULES.named(self.optimizer)
+            RULES.entry(self.optimizer)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class OptimizerConfig:
     groups: tuple[GroupConfig, ...] = ()  # parameters with their own learning rate, weight decay or update rule
 
     def __post_init__(self) -> None:
-        RULES.named(self.name)
+        RULES.entry(self.name)
         positive("optimizer", self, "lr", "eps")
         not_negative("optimizer", self, "weight_decay")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):

@@ -45,15 +45,16 @@ def features_are_planned(c: Config, world: int) -> Iterator[str]:
     yield from exclusions(c, planned=True)
 
 
-def context_is_shared(c: Config, world: int) -> Iterator[str]:
+def context_is_shared(config: Config, world: int) -> Iterator[str]:
     """Check that a model's heads can be divided among the ranks that exchange them (ulysses and hybrid)."""
-    cp, kind, inner = c.layout.cp, c.context_kind, c.context.inner
+    cp, kind, inner = config.layout.cp, config.context_kind, config.context.inner
     if cp == 1:
         return
     if inner and cp % inner:
         yield f"context.inner={inner} does not divide layout.cp={cp}: try {either(divisors(cp))}"
-    parts = (inner or cp) if c.context_plan.inner else 1
-    q, kv = c.model.heads // c.layout.tp, max(1, c.model.kv_heads // c.layout.tp)
+    parts = (inner or cp) if config.context_plan.inner else 1
+    q = config.model.heads // config.layout.tp
+    kv = max(1, config.model.kv_heads // config.layout.tp)
     if q % parts or (kv % parts and parts % kv):
         fix = "use context.kind=gather or ring, with context.inner=0" if inner else "use context.kind=gather or ring"
         yield (
@@ -62,23 +63,24 @@ def context_is_shared(c: Config, world: int) -> Iterator[str]:
         )
 
 
-def experts_are_cut(c: Config, world: int) -> Iterator[str]:
+def experts_are_cut(config: Config, world: int) -> Iterator[str]:
     """Check that experts can be divided over ep, and that each tp rank routes an equal part of the tokens."""
-    o, experts = c.layout, c.model.experts
+    o, experts = config.layout, config.model.experts
     if not experts.count:
         if o.ep > 1 or o.etp not in (0, o.tp):
             key = f"layout.ep={o.ep}" if o.ep > 1 else f"layout.etp={o.etp}"
             yield f"{key} divides experts, and the model has none: set model.experts.count, or leave {key} out"
         return
-    if not any(experts.in_block(layer) for layer in range(c.model.layers)):
+    if not any(experts.in_block(layer) for layer in range(config.model.layers)):
         yield (
-            f"none of the {c.model.layers} blocks has experts with model.experts.first_dense={experts.first_dense} and "
+            f"none of the {config.model.layers} blocks has experts with "
+            f"model.experts.first_dense={experts.first_dense} and "
             f"every={experts.every}: lower them, or set model.experts.count=0"
         )
     if experts.count % o.ep:
         choices = either(divisors(experts.count))
         yield f"layout.ep={o.ep} does not divide model.experts.count={experts.count}: try {choices}"
-    tokens = c.train.micro_batch * c.model.seq // c.layout.cp
+    tokens = config.train.micro_batch * config.model.seq // config.layout.cp
     if tokens % o.tp:
         yield (
             f"each of tp={o.tp} ranks routes an equal part of the {tokens} tokens of a micro-batch to experts: change "
@@ -120,24 +122,26 @@ def axes_layout(c: Config, world: int, node_size: int = 0) -> Layout:
     return Layout(world, o.tp, o.pp, o.cp, o.ep, o.order, node, etp=o.etp, replicas=o.replicas)
 
 
-def batch_unit(c: Config, world: int) -> tuple[int, str]:
+def batch_unit(config: Config, world: int) -> tuple[int, str]:
     """Return the number that divides every global batch on `world` ranks, and the product that it comes from in
     words."""
-    dp, micro, replicas = max(1, world // c.layout.least_world), c.train.micro_batch, c.layout.replicas
-    parts = sum(c.train.local.shares) or replicas
+    dp = max(1, world // config.layout.least_world)
+    micro = config.train.micro_batch
+    replicas = config.layout.replicas
+    parts = sum(config.train.local.shares) or replicas
     if parts == 1:
         return dp * micro, f"dp x micro_batch = {dp} x {micro} = {dp * micro}"
-    name = "the sum of train.local.shares" if c.train.local.shares else "replicas"
+    name = "the sum of train.local.shares" if config.train.local.shares else "replicas"
     return dp * micro * parts, f"dp x micro_batch x {name} = {dp} x {micro} x {parts} = {dp * micro * parts}"
 
 
-def batch_problem(c: Config, world: int, samples: int) -> str:
+def batch_problem(config: Config, world: int, samples: int) -> str:
     """Return the end of an error sentence about a global batch of `samples` samples, with fixes. Fixes that train the
     same model come first."""
-    (unit, product), micro = batch_unit(c, world), c.train.micro_batch
+    (unit, product), micro = batch_unit(config, world), config.train.micro_batch
     # dp x replicas, or dp x the sum of the replicas' shares.
     shares = unit // micro
-    if samples < shares and not c.train.local.shares:
+    if samples < shares and not config.train.local.shares:
         single = ", with train.micro_batch=1" if micro > 1 else ""
         most = world // shares * samples
         return (
@@ -148,7 +152,7 @@ def batch_problem(c: Config, world: int, samples: int) -> str:
     if samples % shares == 0:
         # A smaller micro-batch alone fixes it, so the largest that fits is suggested.
         fits = max(n for n in divisors(samples // shares) if n < micro)
-        experts = c.model.experts
+        experts = config.model.experts
         by_batch = experts.count and experts.aux_loss and experts.aux_level == "batch"
         same = "the balance loss is of each micro-batch" if by_batch else "the training stays the same"
         fix = f"set train.micro_batch={fits} ({same}), or train.global_batch={up}"
@@ -195,7 +199,8 @@ def world_divides(c: Config, world: int) -> Iterator[str]:
     if world < 1:
         yield f"a world of {plural(world, 'rank')} can't train: start at least {model}"
     if world % model:
-        lower, upper = world // model * model, -(-world // model) * model
+        lower = world // model * model
+        upper = -(-world // model) * model
         sizes = f"{lower} or {upper}" if lower else str(upper)
         more = (" x replicas", f" x {o.replicas}") if o.replicas > 1 else ("", "")
         yield (
@@ -249,31 +254,34 @@ def sequence_parallel_splits(c: Config, world: int) -> Iterator[str]:
         )
 
 
-def cp_cuts_sequences(c: Config, world: int) -> Iterator[str]:
+def cp_cuts_sequences(config: Config, world: int) -> Iterator[str]:
     """Check that cp divides a sequence into equal parts."""
     # With zigzag order each rank holds an early and a late part of the sequence, so that causal attention is the same
     # work on every rank.
-    parts, seq = c.layout.cp * (2 if c.context.order == "zigzag" else 1), c.model.seq
-    if c.layout.cp > 1 and seq % parts:
+    parts = config.layout.cp * (2 if config.context.order == "zigzag" else 1)
+    seq = config.model.seq
+    if config.layout.cp > 1 and seq % parts:
         up = -(-seq // parts) * parts
-        yield f"layout.cp={c.layout.cp} cuts model.seq={seq} into {parts} equal parts: try model.seq={up}"
+        yield f"layout.cp={config.layout.cp} cuts model.seq={seq} into {parts} equal parts: try model.seq={up}"
 
 
-def layers_fill_stages(c: Config, world: int) -> Iterator[str]:
+def layers_fill_stages(config: Config, world: int) -> Iterator[str]:
     """Check that every pipeline stage has layers. With a given split, the first and the last stage may have none, since
     they hold the embedding and the output layer."""
-    stages = c.layout.pp * c.layout.chunks
-    if c.pipeline.split:
-        if len(c.pipeline.split) != stages or sum(c.pipeline.split) != c.model.layers:
+    stages = config.layout.pp * config.layout.chunks
+    if config.pipeline.split:
+        if len(config.pipeline.split) != stages or sum(config.pipeline.split) != config.model.layers:
             yield (
-                f"pipeline.split={list(c.pipeline.split)} must name pp x chunks = {stages} numbers that add up to "
-                f"layers={c.model.layers}"
+                f"pipeline.split={list(config.pipeline.split)} must name pp x chunks = {stages} numbers that add up to "
+                f"layers={config.model.layers}"
             )
-        if 0 in c.pipeline.split[1:-1]:
-            yield f"pipeline.split={list(c.pipeline.split)} leaves a stage in the middle without layers: give it one"
-    elif stages > c.model.layers:
+        if 0 in config.pipeline.split[1:-1]:
+            yield (
+                f"pipeline.split={list(config.pipeline.split)} leaves a stage in the middle without layers: give it one"
+            )
+    elif stages > config.model.layers:
         yield (
-            f"pp x chunks = {stages} stages need at least as many layers, and model.layers={c.model.layers}: "
+            f"pp x chunks = {stages} stages need at least as many layers, and model.layers={config.model.layers}: "
             "lower layout.pp or layout.chunks"
         )
 
@@ -301,19 +309,21 @@ def _table_fits(c: Config, key: str, samples: int, unit: int) -> Iterator[str]:
         yield f"{key}={samples} needs too large a table of the pipeline: use {most} at most"
 
 
-def batch_divides(c: Config, world: int) -> Iterator[str]:
+def batch_divides(config: Config, world: int) -> Iterator[str]:
     """Check that the global batch, and each step of its ramp, can be divided into the ranks' micro-batches."""
-    unit, product = batch_unit(c, world)
-    yield from _table_fits(c, "train.global_batch", c.train.global_batch, unit)
-    if c.train.global_batch % unit:
-        yield f"train.global_batch={c.train.global_batch} {batch_problem(c, world, c.train.global_batch)}"
-    elif c.train.ramp:
-        yield from _ramp_divides(c, unit, product)
+    unit, product = batch_unit(config, world)
+    yield from _table_fits(config, "train.global_batch", config.train.global_batch, unit)
+    if config.train.global_batch % unit:
+        yield (
+            f"train.global_batch={config.train.global_batch} {batch_problem(config, world, config.train.global_batch)}"
+        )
+    elif config.train.ramp:
+        yield from _ramp_divides(config, unit, product)
 
 
-def _ramp_divides(c: Config, unit: int, product: str) -> Iterator[str]:
+def _ramp_divides(config: Config, unit: int, product: str) -> Iterator[str]:
     """Check the first two batches of a ramp. If both are multiples of `unit`, so are all later ones."""
-    (start, step, samples), last = c.train.ramp, c.train.global_batch
+    (start, step, samples), last = config.train.ramp, config.train.global_batch
     sizes = (start, min(start + step, last))
     for size in (size for size in sizes if size % unit):
         first = max(unit, start // unit * unit)
@@ -321,7 +331,7 @@ def _ramp_divides(c: Config, unit: int, product: str) -> Iterator[str]:
         steps = [unit * n for n in divisors((last - first) // unit)] or [unit]
         near = min(steps, key=lambda candidate: abs(candidate - step))
         fixes = [f"train.ramp=[{first},{near},{samples}]"]
-        shares = unit // c.train.micro_batch
+        shares = unit // config.train.micro_batch
         if not any(batch % shares for batch in sizes):
             fixes.append(f"train.micro_batch={math.gcd(*sizes, unit) // shares}")
         yield (
@@ -339,21 +349,22 @@ def eval_divides(c: Config, world: int) -> Iterator[str]:
     yield from _table_fits(c, "run.eval_samples", c.run.eval_samples, unit)
 
 
-def shards_fit_nodes(c: Config, world: int) -> Iterator[str]:
+def shards_fit_nodes(config: Config, world: int) -> Iterator[str]:
     """Check that nodes are shaped for shards within a node, and that parameters are offloaded in stage 3 only."""
-    offload = c.zero.offload
-    if c.zero.stays_in_node and c.zero.stage and c.layout.node_size > world:
+    offload = config.zero.offload
+    if config.zero.stays_in_node and config.zero.stage and config.layout.node_size > world:
         yield (
-            f"zero.shard_group=node with layout.node_size={c.layout.node_size} is larger than the world of {world} "
+            f"zero.shard_group=node with layout.node_size={config.layout.node_size} is larger than the world of "
+            f"{world} "
             "ranks: lower layout.node_size or set zero.shard_group=dp"
         )
-    if c.zero.stays_in_node and c.zero.stage and c.layout.node_size:
+    if config.zero.stays_in_node and config.zero.stage and config.layout.node_size:
         try:
-            node_parts(axes_layout(c, world))
+            node_parts(axes_layout(config, world))
         except UserError as error:
             yield str(error)
-    if offload.params != "none" and c.zero.stage != 3:
-        yield f"zero.offload.params={offload.params} needs zero.stage=3, not {c.zero.stage}: change one of them"
+    if offload.params != "none" and config.zero.stage != 3:
+        yield f"zero.offload.params={offload.params} needs zero.stage=3, not {config.zero.stage}: change one of them"
 
 
 def dtypes_fit_precision(c: Config, world: int) -> Iterator[str]:
@@ -365,16 +376,16 @@ def dtypes_fit_precision(c: Config, world: int) -> Iterator[str]:
         yield f"optimizer.master_dtype=bf16 needs train.precision=bf16, not {precision}: change one of them"
 
 
-def matrices_are_known(c: Config, world: int) -> Iterator[str]:
+def matrices_are_known(config: Config, world: int) -> Iterator[str]:
     """Check that the model can tell an optimizer of whole matrices which parameters are matrices of products."""
     # The shape alone does not tell: embeddings and output layers look like matrices too.
-    facts = c.model.kind_facts
+    facts = config.model.kind_facts
     without = {
-        f"model.kind={c.model.kind}": facts.is_foreign,
-        "tensor parallelism on a grid": c.layout.grid,
+        f"model.kind={config.model.kind}": facts.is_foreign,
+        "tensor parallelism on a grid": config.layout.grid,
     }  # fmt: skip
-    name = c.optimizer.name
-    for what in (what for what, given in without.items() if given and c.optimizer.whole_matrices):
+    name = config.optimizer.name
+    for what in (what for what, given in without.items() if given and config.optimizer.whole_matrices):
         yield f"optimizer.name={name} updates whole matrices, which can't be combined with {what} yet: use adamw"
 
 
@@ -395,33 +406,34 @@ def fp8_fits_tokens(c: Config, world: int) -> Iterator[str]:
         )
 
 
-def pieces_cut_tokens(c: Config, world: int) -> Iterator[str]:
+def pieces_cut_tokens(config: Config, world: int) -> Iterator[str]:
     """Check that the tokens of a rank's micro-batch can be cut into `recompute.pieces` pieces for its MLPs."""
-    pieces, experts = c.recompute.pieces, c.model.experts
-    tokens = c.train.micro_batch * c.model.seq // c.layout.cp
-    if pieces > 1 and all(experts.in_block(layer) for layer in range(c.model.layers)):
+    pieces, experts = config.recompute.pieces, config.model.experts
+    tokens = config.train.micro_batch * config.model.seq // config.layout.cp
+    if pieces > 1 and all(experts.in_block(layer) for layer in range(config.model.layers)):
         yield (
             f"recompute.pieces={pieces} cuts the tokens of dense MLPs, and all blocks of this model have experts: "
             "leave it out"
         )
     if pieces > tokens:
         yield f"recompute.pieces={pieces} is more than the {tokens} tokens of a rank's micro-batch: lower it"
-    elif c.train.precision == "fp8" and pieces > 1 and (tokens % pieces or tokens // pieces % FP8_UNIT):
+    elif config.train.precision == "fp8" and pieces > 1 and (tokens % pieces or tokens // pieces % FP8_UNIT):
         yield (
             f"recompute.pieces={pieces} does not cut the {tokens} tokens of a rank's micro-batch into multiples of "
             f"{FP8_UNIT}, which train.precision=fp8 multiplies: change it, or set train.precision=bf16"
         )
 
 
-def lr_fits_steps(c: Config, world: int) -> Iterator[str]:
+def lr_fits_steps(config: Config, world: int) -> Iterator[str]:
     """Check that the warm-up ends within the run, and that the learning rate does not decay upwards."""
-    if c.lr.warmup_steps(c.train.steps) > c.train.steps:
+    if config.lr.warmup_steps(config.train.steps) > config.train.steps:
         yield (
-            f"lr.warmup={c.lr.warmup} is longer than train.steps={c.train.steps}: lower it, or give a share such as "
+            f"lr.warmup={config.lr.warmup} is longer than train.steps={config.train.steps}: lower it, or give a "
+            "share such as "
             "lr.warmup=2%"
         )
-    if c.lr.min > c.optimizer.lr:
-        yield f"lr.min={c.lr.min} is above the peak optimizer.lr={c.optimizer.lr}: lower it"
+    if config.lr.min > config.optimizer.lr:
+        yield f"lr.min={config.lr.min} is above the peak optimizer.lr={config.optimizer.lr}: lower it"
 
 
 def backend_fits_device(c: Config, world: int) -> Iterator[str]:
@@ -443,19 +455,20 @@ def device_has_fp8(c: Config, world: int) -> Iterator[str]:
         yield f"comm.reduce.kind=fp8 is not available on run.device={c.run.device}: use int8, which sends as much"
 
 
-def algorithm_fits_ranks(c: Config, world: int) -> Iterator[str]:
+def algorithm_fits_ranks(config: Config, world: int) -> Iterator[str]:
     """Check that the algorithm of sums works on the number of ranks, and that every node has a switch if any has."""
-    layout = axes_layout(c, world)
-    sizes = {axes: layout.size(axes) for axes in ("dp-cp", *(["edp"] if c.model.experts.count else []))}
-    if c.comm.algorithm.dp == "halving_doubling" and any(size & (size - 1) for size in sizes.values()):
+    layout = axes_layout(config, world)
+    sizes = {axes: layout.size(axes) for axes in ("dp-cp", *(["edp"] if config.model.experts.count else []))}
+    if config.comm.algorithm.dp == "halving_doubling" and any(size & (size - 1) for size in sizes.values()):
         yield (
             "comm.algorithm=halving_doubling needs a power of two of data-parallel ranks, and there are "
             f"{either([size for size in sizes.values() if size & (size - 1)])}: use ring or tree"
         )
-    nodes = -(-world // (c.layout.node_size or world))
-    if c.comm.switches and (not c.layout.node_size or len(c.comm.switches) != nodes):
+    nodes = -(-world // (config.layout.node_size or world))
+    if config.comm.switches and (not config.layout.node_size or len(config.comm.switches) != nodes):
         yield (
-            f"comm.switches names the switches of {len(c.comm.switches)} nodes, and there are {nodes}: give one for "
+            f"comm.switches names the switches of {len(config.comm.switches)} nodes, and there are {nodes}: "
+            "give one for "
             "each, in the order of nodes, and layout.node_size"
         )
 
@@ -472,24 +485,24 @@ def end_token_is_one(c: Config, world: int) -> Iterator[str]:
         yield f"data.eod={c.data.eod} is no token of model.vocab={c.model.vocab}: use one below that"
 
 
-def gathers_fit(c: Config, world: int) -> Iterator[str]:
+def gathers_fit(config: Config, world: int) -> Iterator[str]:
     """Check that the keys of `comm.gather` fit the ZeRO stage, the nodes and the precision."""
-    kind = c.comm.gather.kind
-    if kind != "plain" and c.zero.stage != 3:
+    kind = config.comm.gather.kind
+    if kind != "plain" and config.zero.stage != 3:
         yield (
             f"comm.gather.kind={kind} rounds the weights that ZeRO stage 3 gathers for each use, and zero.stage is "
-            f"{c.zero.stage}: set zero.stage=3, or leave it out"
+            f"{config.zero.stage}: set zero.stage=3, or leave it out"
         )
-    if c.comm.gather.node_copy:
-        if c.zero.stage != 3:
-            yield f"{NODE_COPY} needs zero.stage=3, not {c.zero.stage}: change one of them"
-        if c.layout.node_size and c.zero.stage == 3:
+    if config.comm.gather.node_copy:
+        if config.zero.stage != 3:
+            yield f"{NODE_COPY} needs zero.stage=3, not {config.zero.stage}: change one of them"
+        if config.layout.node_size and config.zero.stage == 3:
             try:
-                node_parts(axes_layout(c, world), NODE_COPY)
+                node_parts(axes_layout(config, world), NODE_COPY)
             except UserError as error:
                 yield str(error)
-    if kind == "bf16" and c.train.precision not in ("fp32", "fp64"):
-        yield f"comm.gather.kind=bf16 saves nothing with train.precision={c.train.precision}: use fp8 or int8"
+    if kind == "bf16" and config.train.precision not in ("fp32", "fp64"):
+        yield f"comm.gather.kind=bf16 saves nothing with train.precision={config.train.precision}: use fp8 or int8"
 
 
 def links_are_emulated_on_cpus(c: Config, world: int) -> Iterator[str]:
@@ -501,22 +514,22 @@ def links_are_emulated_on_cpus(c: Config, world: int) -> Iterator[str]:
         yield "comm.emulate.network_gb_s is a rate between nodes: give layout.node_size, the number of ranks on a node"
 
 
-def packed_weights_fit(c: Config, world: int) -> Iterator[str]:
+def packed_weights_fit(config: Config, world: int) -> Iterator[str]:
     """Check that quantised weights, whose rows are stored in blocks, have whole blocks in each row."""
-    if c.tune.quantise == "none":
+    if config.tune.quantise == "none":
         return
     # On a tp rank the rows of attention's output and of the MLP's second weight are shorter.
-    tp, latent = c.layout.tp, c.model.latent
-    heads = c.model.heads * (latent.v_dim if latent.kv_rank else c.model.head_dim)
-    dense = not c.model.experts.count or c.model.experts.first_dense or c.model.experts.every > 1
-    inputs = {"model.hidden": c.model.hidden, "the width of all heads": heads // tp}
-    inputs |= {"model.ffn": c.model.ffn // tp} if dense else {}
+    tp, latent = config.layout.tp, config.model.latent
+    heads = config.model.heads * (latent.v_dim if latent.kv_rank else config.model.head_dim)
+    dense = not config.model.experts.count or config.model.experts.first_dense or config.model.experts.every > 1
+    inputs = {"model.hidden": config.model.hidden, "the width of all heads": heads // tp}
+    inputs |= {"model.ffn": config.model.ffn // tp} if dense else {}
     inputs |= {"model.latent.kv_rank": latent.kv_rank, "model.latent.q_rank": latent.q_rank}
     for name, size in inputs.items():
         if size % BLOCK:
             cut = name in ("the width of all heads", "model.ffn") and tp > 1
             yield (
-                f"tune.quantise={c.tune.quantise} stores rows in blocks of {BLOCK} values, and {name} is {size}"
+                f"tune.quantise={config.tune.quantise} stores rows in blocks of {BLOCK} values, and {name} is {size}"
                 f"{' on a tp rank: use a smaller layout.tp, or' if cut else ': set'} tune.quantise=none"
             )
 
@@ -532,7 +545,7 @@ def preferences_fit(c: Config, world: int) -> Iterator[str]:
 
 def blocks_compile_together(c: Config, world: int) -> Iterator[str]:
     """Check that blocks that should be compiled as one graph are compiled at all."""
-    if FEATURES["compiled_together"].used(c) and not c.compiles:
+    if FEATURES["compiled_together"].is_used(c) and not c.compiles:
         yield (
             f"train.compile_together={c.train.compile_together} needs compiled blocks, which train.compile=false and "
             "dropout leave out: set it to 1"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from meshwright.config.blocks import (
-    MOST_BLOCKS,
+    MAX_BLOCKS,
     ExpertsConfig,
     LatentConfig,
     RopeScalingConfig,
@@ -32,10 +32,10 @@ from meshwright.config.optimizer import OptimizerConfig
 from meshwright.config.precision import PRECISIONS, Precision, PrecisionFacts
 from meshwright.config.replicas import LocalConfig, ServerConfig
 from meshwright.config.t5 import T5Config
-from meshwright.config.tune import BETTER, NEED_REFERENCE, TuneConfig
+from meshwright.config.tune import NEED_REFERENCE, PREFERENCE_ACCURACY, TuneConfig
 from meshwright.device_kinds import AUTO, DEVICE_KINDS, device_names
 from meshwright.errors import UserError, divisors, either, nearest
-from meshwright.spec.layout.context import CONTEXT_PLANS, NOT_SHARED, ContextPlan
+from meshwright.spec.layout.context import CONTEXT_PLANS, WHOLE_SEQUENCES, ContextPlan
 from meshwright.spec.layout.grid import Grid
 from meshwright.spec.layout.norms import NORMS, NormKind
 from meshwright.spec.schedule.kinds import AUTO_SCHEDULE, training_kinds
@@ -104,7 +104,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         positive("model", self, "layers", "hidden", "heads", "vocab", "seq", "norm_eps", "rope_theta", "init_std")
         not_negative("model", self, "kv_heads", "head_dim", "ffn", "position_offset", "token_types", "predictions")
-        at_most("model", self, MOST_BLOCKS, "layers", "heads")
+        at_most("model", self, MAX_BLOCKS, "layers", "heads")
         _ = self.kind_facts, self.norm_facts  # These raise an error for names that are not registered.
         for key in ("dropout", "attention_dropout", "embedding_dropout"):
             share = self.dropout if getattr(self, key) is None else getattr(self, key)
@@ -137,7 +137,7 @@ class ModelConfig:
         for key, value in derived.items():
             object.__setattr__(self, key, value)
         if self.kind_facts.is_encoder_decoder:
-            object.__setattr__(self, "t5", self.t5.completed(self.layers, self.seq, self.tied_embeddings))
+            object.__setattr__(self, "t5", self.t5.with_derived_values(self.layers, self.seq, self.tied_embeddings))
         if self.experts.count and not self.experts.ffn:
             object.__setattr__(self, "experts", replace(self.experts, ffn=self.ffn))
         if self.heads % self.kv_heads:
@@ -154,14 +154,14 @@ class ModelConfig:
 
     @property
     def kind_facts(self) -> ModelKind:
-        return MODEL_KINDS.named(self.kind)
+        return MODEL_KINDS.entry(self.kind)
 
     @property
     def norm_facts(self) -> NormKind:
-        return NORMS.named(self.norm)
+        return NORMS.entry(self.norm)
 
     @property
-    def windowed(self) -> bool:
+    def has_window(self) -> bool:
         """True if some block looks back over less than a sample."""
         return any(self.window_of(layer) for layer in range(self.layers))
 
@@ -218,7 +218,7 @@ class ModelConfig:
         not_negative("model", self, "window")
         if self.window_pattern and not self.window:
             raise UserError("model.window_pattern has no effect without model.window: give both, or neither")
-        if any(each not in (0, 1) for each in self.window_pattern) or len(self.window_pattern) > MOST_BLOCKS:
+        if any(each not in (0, 1) for each in self.window_pattern) or len(self.window_pattern) > MAX_BLOCKS:
             raise UserError(
                 f"model.window_pattern={list(self.window_pattern)} must hold a 1 for each block with the window and a "
                 "0 for each without, e.g. [1, 1, 1, 0]"
@@ -285,10 +285,10 @@ class LayoutConfig:
         not_negative("layout", self, "node_size", "etp")
         if self.tp_grid or self.tp_kind or self.tp_keep_gathered:
             check_grid(self.tp, self.tp_grid, self.tp_kind, self.tp_keep_gathered)
-        if self.pp * self.chunks > MOST_BLOCKS:
+        if self.pp * self.chunks > MAX_BLOCKS:
             raise UserError(
                 f"layout.pp={self.pp} x layout.chunks={self.chunks} are more stages than any model has blocks: use "
-                f"{MOST_BLOCKS} at most"
+                f"{MAX_BLOCKS} at most"
             )
 
 
@@ -522,9 +522,9 @@ class Config:
         return self.objective_facts.judges_answers and self.tune.loss in NEED_REFERENCE
 
     @property
-    def monitored(self) -> tuple[str, ...]:
+    def monitored_names(self) -> tuple[str, ...]:
         """The names of the values that a step reports in addition to its loss, with Meshwright's own `forward_step`."""
-        return (BETTER,) if self.objective_facts.judges_answers and not self.tune.judges_each else ()
+        return (PREFERENCE_ACCURACY,) if self.objective_facts.judges_answers and not self.tune.judges_each else ()
 
     @property
     def context_kind(self) -> str:
@@ -540,7 +540,7 @@ class Config:
 
     @property
     def context_plan(self) -> ContextPlan:
-        return CONTEXT_PLANS[self.context_kind] if self.layout.cp > 1 else NOT_SHARED
+        return CONTEXT_PLANS[self.context_kind] if self.layout.cp > 1 else WHOLE_SEQUENCES
 
     @property
     def compiles(self) -> bool:

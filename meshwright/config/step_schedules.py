@@ -43,5 +43,6 @@ def consumed_after(config: Config, steps: int) -> int:
         # The samples before the batch grows again.
         until_next = -(-samples * (risen + 1) // rises) - consumed
         count = min(steps - done, -(-until_next // now))
-        consumed, done = consumed + count * now, done + count
+        consumed = consumed + count * now
+        done = done + count
     return consumed + (steps - done) * config.train.global_batch

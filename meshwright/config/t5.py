@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meshwright.config.sections import Config
 
 # The shortest sequence of an encoder: from fewer tokens no spans can be taken out.
-FEWEST_TOKENS = 8
+MIN_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class T5Config:
                 "lower model.t5.buckets"
             )
 
-    def completed(self, layers: int, seq: int, tied: bool) -> T5Config:
+    def with_derived_values(self, layers: int, seq: int, tied: bool) -> T5Config:
         """Return the section with all derived values filled in."""
-        if seq < FEWEST_TOKENS:
-            raise UserError(f"model.seq={seq} is too short for model.kind=t5: use {FEWEST_TOKENS} or more")
+        if seq < MIN_TOKENS:
+            raise UserError(f"model.seq={seq} is too short for model.kind=t5: use {MIN_TOKENS} or more")
         encoder_layers = self.encoder_layers or layers // 2
         if not 0 < encoder_layers < layers:
             raise UserError(
@@ -66,60 +66,65 @@ class T5Config:
         return replace(self, encoder_layers=encoder_layers, decoder_seq=target, scale_output=scales)
 
 
-def t5_fits(c: Config, world: int) -> Iterator[str]:
+def t5_fits(config: Config, world: int) -> Iterator[str]:
     """Check the keys that apply to encoder-decoders only."""
-    m = c.model
-    if not m.kind_facts.is_encoder_decoder:
-        given = [f"model.t5.{key}" for key, value in vars(T5Config()).items() if getattr(m.t5, key) != value]
-        given += ["pipeline.encoder_stages"] if c.pipeline.encoder_stages else []
-        given += ["model.position=relative"] if m.position == "relative" else []
+    model = config.model
+    if not model.kind_facts.is_encoder_decoder:
+        given = [f"model.t5.{key}" for key, value in vars(T5Config()).items() if getattr(model.t5, key) != value]
+        given += ["pipeline.encoder_stages"] if config.pipeline.encoder_stages else []
+        given += ["model.position=relative"] if model.position == "relative" else []
         for key in given:
-            yield f"{key} needs an encoder-decoder, and model.kind is {m.kind}: set model.kind=t5, or leave it out"
+            yield f"{key} needs an encoder-decoder, and model.kind is {model.kind}: set model.kind=t5, or leave it out"
         return
-    if m.t5.start >= m.vocab:
-        yield f"model.t5.start={m.t5.start} is no token of model.vocab={m.vocab}: use one below that"
-    yield from _lengths_fit(c)
-    yield from _stages_fit(c)
+    if model.t5.start >= model.vocab:
+        yield f"model.t5.start={model.t5.start} is no token of model.vocab={model.vocab}: use one below that"
+    yield from _lengths_fit(config)
+    yield from _stages_fit(config)
 
 
-def _lengths_fit(c: Config) -> Iterator[str]:
+def _lengths_fit(config: Config) -> Iterator[str]:
     """Check the decoder's sequence: it must hold the targets, and must be divisible in the same ways as the encoder's,
     which other rules check."""
-    m, s = c.model, c.data.spans
-    target = span_lengths(tokens_for(m.seq, s.share, s.mean), s.share, s.mean)[1]
-    if target > m.t5.decoder_seq:
+    model, s = config.model, config.data.spans
+    target = span_lengths(tokens_for(model.seq, s.share, s.mean), s.share, s.mean)[1]
+    if target > model.t5.decoder_seq:
         yield (
-            f"the targets of data.spans have {target} tokens, and model.t5.decoder_seq={m.t5.decoder_seq}: set it to "
+            f"the targets of data.spans have {target} tokens, and model.t5.decoder_seq={model.t5.decoder_seq}: "
+            "set it to "
             f"{target} or more"
         )
-    tokens = c.train.micro_batch * m.t5.decoder_seq
-    if c.layout.sequence_parallel and tokens % c.layout.tp:
+    tokens = config.train.micro_batch * model.t5.decoder_seq
+    if config.layout.sequence_parallel and tokens % config.layout.tp:
         yield (
-            f"sequence parallelism cuts the {tokens} tokens of a micro-batch's targets into tp={c.layout.tp} equal "
+            f"sequence parallelism cuts the {tokens} tokens of a micro-batch's targets into "
+            f"tp={config.layout.tp} equal "
             "parts: change model.t5.decoder_seq or train.micro_batch, or set layout.sequence_parallel=false"
         )
-    if c.recompute.pieces > tokens:
-        yield f"recompute.pieces={c.recompute.pieces} is more than the {tokens} tokens of a target: lower it"
-    if c.train.precision == "fp8" and tokens % (16 * c.recompute.pieces):
+    if config.recompute.pieces > tokens:
+        yield f"recompute.pieces={config.recompute.pieces} is more than the {tokens} tokens of a target: lower it"
+    if config.train.precision == "fp8" and tokens % (16 * config.recompute.pieces):
         yield (
             f"train.precision=fp8 multiplies multiples of 16 tokens, and train.micro_batch x model.t5.decoder_seq is "
             f"{tokens}: change one of them, or set train.precision=bf16"
         )
 
 
-def _stages_fit(c: Config) -> Iterator[str]:
+def _stages_fit(config: Config) -> Iterator[str]:
     """Check that both stacks have stages, and that every stage has blocks."""
-    own, stages, m = c.pipeline.encoder_stages, c.layout.pp * c.layout.chunks, c.model
+    own = config.pipeline.encoder_stages
+    stages = config.layout.pp * config.layout.chunks
+    model = config.model
     if not own:
         return
-    if c.pipeline.split:
+    if config.pipeline.split:
         yield "pipeline.split already says where the decoder begins: leave one of the two out"
     if own >= stages:
         yield (
             f"pipeline.encoder_stages={own} leaves the decoder none of the pp x chunks = {stages} stages: use "
             f"{stages - 1} at most, or leave it out"
         )
-    encoder, decoder = m.t5.encoder_layers, m.layers - m.t5.encoder_layers
+    encoder = model.t5.encoder_layers
+    decoder = model.layers - model.t5.encoder_layers
     if own > encoder or stages - own > decoder:
         yield (
             f"pipeline.encoder_stages={own} of {stages} stages leaves a stage without blocks: the encoder has "

@@ -11,7 +11,7 @@ from meshwright.errors import UserError
 ALL = "all"
 # Name of a reported value: the share of pairs whose chosen answer has become likelier than the rejected one, compared
 # with the reference.
-BETTER = "chosen answers likelier (share of pairs)"
+PREFERENCE_ACCURACY = "chosen answers likelier (share of pairs)"
 # The losses that compare with a reference: the model before this training.
 NEED_REFERENCE = ("dpo", "ipo", "kto")
 

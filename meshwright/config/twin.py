@@ -60,7 +60,8 @@ def twin(config: Config, devices: int, name: str) -> tuple[Config, int]:
         clip=config.train.clip, ramp=(unit, unit, STEPS * unit // 2) if config.train.ramp and batch > unit else (),
     )  # fmt: skip
     lr = config.lr
-    warmup, share = min(3, lr.warmup_steps(config.train.steps)), lr.min / config.optimizer.lr
+    warmup = min(3, lr.warmup_steps(config.train.steps))
+    share = lr.min / config.optimizer.lr
     blocks = config.recompute.blocks
     return (
         replace(
@@ -90,7 +91,8 @@ def _layout(its: LayoutConfig, devices: int) -> tuple[LayoutConfig, int]:
     dp = devices // its.least_world
     least = tp * pp * cp * replicas * min(2, dp)
     ranks = max(min(RANKS, devices), least) if dp > 1 else least
-    ep, etp = min(2, its.ep), (0 if not its.etp else min(2, its.etp, tp))
+    ep = min(2, its.ep)
+    etp = 0 if not its.etp else min(2, its.etp, tp)
     sized = replace(its, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, chunks=min(2, its.chunks), node_size=min(4, ranks))
     return replace(sized, replicas=replicas), ranks
 
@@ -139,7 +141,7 @@ def small_model(config: Config, layout: LayoutConfig) -> ModelConfig:
         its, preset="", hf="", layers=max(2, math.ceil(len(its.window_pattern) / stages)) * stages, hidden=hidden,
         heads=heads, kv_heads=grouped, head_dim=0, vocab=VOCAB + int(its.vocab % config.layout.tp > 0), seq=SEQ,
         ffn=max(unit, math.ceil(hidden * min(8.0, its.ffn / its.hidden) / unit) * unit), experts=experts, latent=latent,
-        rope_scaling=scaling, predictions=0, window=SEQ // 4 if its.windowed else its.window,
+        rope_scaling=scaling, predictions=0, window=SEQ // 4 if its.has_window else its.window,
         token_types=0 if its.kind == "glm" else its.token_types,
         t5=replace(its.t5, encoder_layers=0, decoder_seq=_target_tokens(config, tp)),
     )  # fmt: skip

@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.errors import UserError
 
 LARGEST_FILE = 2**20  # bytes
-MOST_VALUES = 100_000
+MAX_VALUES = 100_000
 # Characters of a number: the largest float of 64 bits has 309 digits.
 LONGEST_NUMBER = 400
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -28,8 +28,8 @@ class _Words(yaml.BaseLoader):
 
     def get_single_node(self) -> Any:
         node = super().get_single_node()
-        if node is not None and _values_in(node, {}) > MOST_VALUES:
-            raise ValueError(f"it stands for more than {MOST_VALUES:,} values")
+        if node is not None and _values_in(node, {}) > MAX_VALUES:
+            raise ValueError(f"it stands for more than {MAX_VALUES:,} values")
         return node
 
 
@@ -139,7 +139,7 @@ def read_yaml(path: Path) -> Any:
             raise UserError(f"{path} has more than {LARGEST_FILE:,} bytes, which no config has: name a YAML file")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise refused(f"{path} can't be read", error, path, "another file") from None
+        raise refusal(f"{path} can't be read", error, path, "another file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} can't be read as UTF-8 text: {error}") from None
     return parse_yaml(text, str(path))

@@ -19,8 +19,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.blend import Blend, Numbered
-from meshwright.data.masked import Piece, keyed_uniform
+from meshwright.data.blend import Blend, NumberedDataset
+from meshwright.data.masked import DocumentChunk, keyed_uniform
 
 Integers = NDArray[np.int64]
 SOURCE, SPANS, PADDING = 0, 1, 2  # the segments of a sample
@@ -46,7 +46,7 @@ class BlankOptions:
         return math.ceil(self.share * self.seq / self.mean) + 1
 
     @property
-    def added(self) -> int:
+    def added_tokens(self) -> int:
         """The number of special tokens in a sample with the most spans: a [MASK] and a [sop] for each."""
         return 2 * self.most_spans
 
@@ -54,7 +54,9 @@ class BlankOptions:
 class BlankStream:
     """The samples of one part of the data. Sample n, and so every batch, is a pure function of the seed and n."""
 
-    def __init__(self, source: Numbered, options: BlankOptions, seed: int, name: str, vocab_needed: int | None) -> None:
+    def __init__(
+        self, source: NumberedDataset, options: BlankOptions, seed: int, name: str, vocab_needed: int | None
+    ) -> None:
         self.source, self.options, self.vocab_needed = source, options, vocab_needed
         self.key = (seed, name, "blanks")
 
@@ -67,8 +69,9 @@ class BlankStream:
 
         If the model has an embedding of second positions, `token_types` [seq] holds these.
         """
-        options, piece = self.options, self.source.sample(n)
-        assert isinstance(piece, Piece)
+        options = self.options
+        piece = self.source.sample(n)
+        assert isinstance(piece, DocumentChunk)
         # The order of the draws is part of the data format: changing it changes every sample.
         random = keyed_uniform(3 + 3 * options.most_spans, *self.key, n)
         mask, gmask, sop, eop, pad = options.specials
@@ -86,7 +89,8 @@ class BlankStream:
         ids += piece.tokens[at:].tolist()
 
         source = len(ids)
-        positions, labels = list(range(source)), [pad] * source
+        positions = list(range(source))
+        labels = [pad] * source
         inner = [0] * source
         order = np.argsort(random[3 + 2 * options.most_spans :][: len(spans)], kind="stable")
         for number in order.tolist():
@@ -95,13 +99,15 @@ class BlankStream:
             labels += [*tokens, eop]
             positions += [mask_positions[number] + (1 + i if whole else 0) for i in range(len(tokens) + 1)]
             inner += range(1, len(tokens) + 2)
-        return self._padded(ids, labels, positions, inner, source, pad)
+        return self._pad_sample(ids, labels, positions, inner, source, pad)
 
-    def _padded(
+    def _pad_sample(
         self, ids: list[int], labels: list[int], positions: list[int], inner: list[int], source: int, pad: int
     ) -> dict[str, Integers]:
         """Return the sample's arrays, padded to the sequence length. The first `source` tokens are the source."""
-        seq, used, at = self.options.seq, len(ids), np.arange(self.options.seq)
+        seq = self.options.seq
+        used = len(ids)
+        at = np.arange(self.options.seq)
         assert used <= seq
 
         def padded(values: list[int], padding: int) -> Integers:

@@ -70,7 +70,7 @@ def blend_pattern(weights: Sequence[int], seed: int = 0) -> NDArray[np.int32]:
     return pattern
 
 
-class Numbered(Protocol):
+class NumberedDataset(Protocol):
     """The interface of a dataset of numbered samples."""
 
     seq: int
@@ -81,7 +81,7 @@ class Numbered(Protocol):
     def sample(self, n: int) -> Any: ...
 
 
-class FromFile(Numbered, Protocol):
+class FromFile(NumberedDataset, Protocol):
     """The interface of a dataset that reads one token file and can be blended with others."""
 
     file: TokenFile
@@ -93,7 +93,8 @@ class Blend:
     def __init__(self, datasets: Sequence[FromFile], weights: Sequence[float], seed: int) -> None:
         assert len(datasets) == len(weights) > 0, (len(datasets), len(weights))
         assert len({dataset.seq for dataset in datasets}) == 1, "datasets of one sequence length"
-        self.datasets, self.seq = list(datasets), datasets[0].seq
+        self.datasets = list(datasets)
+        self.seq = datasets[0].seq
         self.weights = whole_weights(weights)
         self.period = sum(self.weights)
         self._dataset = blend_pattern(self.weights, seed)

@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.chat_template import (
-    Broken,
     ChatTemplate,
-    Masked,
+    MaskedTokens,
+    TemplateError,
     folder_tokenizer,
     load_template,
     named_template,
 )
-from meshwright.data.conversations import Conversation, Pair, Record, read_records
+from meshwright.data.conversations import Conversation, PreferencePair, Record, read_records
 from meshwright.data.packed import CHAT, JUDGED, KINDS, MASK, PAIRS, TEXT, ChatKind, best_fit
 from meshwright.data.prepare import check_out
 from meshwright.data.token_writer import TokenFileWriter, metadata
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import UserError
 
-SHOWN = 5  # samples in the summary; one more for pairs, which need an even number
+SHOWN_SAMPLES = 5  # samples in the summary; one more for pairs, which need an even number
 
 
 @dataclass
@@ -42,7 +42,7 @@ class ChatSummary:
     learned: int
     longest: int
     files: list[str] = field(default_factory=list)
-    samples: list[Masked] = field(default_factory=list)
+    samples: list[MaskedTokens] = field(default_factory=list)
 
     @property
     def facts(self) -> ChatKind:
@@ -68,15 +68,16 @@ def prepare_chat(
     tokenizer = folder_tokenizer(folder)
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer.json or tokenizer.model: name a model's folder with --model")
-    summary, lengths = ChatSummary(out, "", 0, 0, 0, 0), []
+    summary = ChatSummary(out, "", 0, 0, 0, 0)
+    lengths = []
     with TokenFileWriter(out, tokenizer.dtype) as tokens, TokenFileWriter(out + MASK, np.uint8) as masks:
-        for masked in _encoded(inputs, rendered, tokenizer, summary):
+        for masked in _encode_conversations(inputs, rendered, tokenizer, summary):
             ids = np.asarray(masked.tokens, tokens.dtype)
             tokens.add_documents(ids.tobytes(), [len(ids)])
             masks.add_documents(bytes(masked.mask), [len(ids)])
             lengths.append(len(ids))
             summary.learned += sum(1 for value in masked.mask if value)
-            if len(summary.samples) < SHOWN + summary.facts.is_pairs:
+            if len(summary.samples) < SHOWN_SAMPLES + summary.facts.is_pairs:
                 summary.samples.append(masked)
             advance(1)
         if not lengths:
@@ -91,9 +92,9 @@ def prepare_chat(
     return summary, tokenizer, lengths
 
 
-def _encoded(
+def _encode_conversations(
     inputs: Sequence[str], template: ChatTemplate, tokenizer: Tokenizer, summary: ChatSummary
-) -> Iterator[Masked]:
+) -> Iterator[MaskedTokens]:
     """Yield the tokens and mask of every conversation. All must be of one kind, which is noted in the summary."""
     for path in inputs:
         for where, record in read_records(Path(path)):
@@ -101,25 +102,25 @@ def _encoded(
             if summary.kind not in (TEXT, kind):
                 raise UserError(f"{where} is of another kind than the records before it: keep kinds in files apart")
             summary.kind = kind
-            conversations = [record.chosen, record.rejected] if isinstance(record, Pair) else [record]
+            conversations = [record.chosen, record.rejected] if isinstance(record, PreferencePair) else [record]
             try:
-                yield from (_judged(one, template.encode(one, tokenizer)) for one in conversations)
-            except Broken as error:
+                yield from (_mark_bad_answer(one, template.encode(one, tokenizer)) for one in conversations)
+            except TemplateError as error:
                 raise UserError(f"{where}: {error}") from None
 
 
 def _kind(record: Record) -> str:
-    if isinstance(record, Pair):
+    if isinstance(record, PreferencePair):
         return PAIRS
     return CHAT if record.good is None else JUDGED
 
 
-def _judged(conversation: Conversation, masked: Masked) -> Masked:
+def _mark_bad_answer(conversation: Conversation, masked: MaskedTokens) -> MaskedTokens:
     """Return the tokens with a mask of 2 instead of 1 if the answer was judged bad."""
     return masked._replace(mask=[2 * value for value in masked.mask]) if conversation.good is False else masked
 
 
-def packing(lengths: Sequence[int], seq: int, unit: int) -> tuple[int, int, float]:
+def measure_packing(lengths: Sequence[int], seq: int, unit: int) -> tuple[int, int, float]:
     """Return how many samples of `seq` tokens the conversations fill, how many are cut, and the share without padding.
 
     `unit` conversations (2 for pairs) share one sample.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from meshwright.data.conversations import Conversation, Message
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.disk import hub_hint
-from meshwright.errors import UserError, shortened
+from meshwright.errors import UserError, shorten
 from meshwright.outside import read_json
 
 # Some templates mark answers with statements that plain Jinja does not know. Turn-by-turn rendering does not need the
@@ -31,11 +31,11 @@ MARKS = (
 )
 
 
-class Broken(UserError):
+class TemplateError(UserError):
     """An error for a template that does not show which text is learned, or for a conversation that it can't render."""
 
 
-class Masked(NamedTuple):
+class MaskedTokens(NamedTuple):
     """The tokens of a conversation, and a mask: 1 for tokens that are learned, 0 for others."""
 
     tokens: list[int]
@@ -66,7 +66,7 @@ class ChatTemplate:
         try:
             return environment.from_string(text)
         except TemplateError as error:
-            raise Broken(f"the chat template can't be read ({shortened(str(error), 200)}): correct it") from None
+            raise TemplateError(f"the chat template can't be read ({shorten(str(error), 200)}): correct it") from None
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, begins: bool = False) -> str:
         """Return the text of messages. With `begins`, it ends with the generation prompt, which begins an answer."""
@@ -76,8 +76,8 @@ class ChatTemplate:
         except UserError:
             raise
         except Exception as error:  # a template may fail in any way
-            reason = shortened(str(error) or type(error).__name__, 200)
-            raise Broken(f"the chat template can't render these messages ({reason})") from None
+            reason = shorten(str(error) or type(error).__name__, 200)
+            raise TemplateError(f"the chat template can't render these messages ({reason})") from None
 
     def spans(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation's text, and the spans [begin, end) of the answers in it that are learned."""
@@ -85,7 +85,7 @@ class ChatTemplate:
         whole = self.render(messages, tools)
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
-            raise Broken("no message of the assistant is there to learn from")
+            raise TemplateError("no message of the assistant is there to learn from")
         found: list[tuple[int, int]] = []
         for number in answers[-1:] if conversation.only_last else answers:
             # No generation prompt precedes a message of the assistant that directly follows another one.
@@ -93,7 +93,7 @@ class ChatTemplate:
             before = self.render(messages[:number], tools, begins=not after_answer) if number else ""
             until = whole if number == len(messages) - 1 else self.render(messages[: number + 1], tools)
             if not until.startswith(before) or not whole.startswith(until):
-                raise Broken(
+                raise TemplateError(
                     "the chat template changes earlier text when a turn is added, so what is learned can't be told "
                     f"(at the assistant's message {number + 1} of {len(messages)}): use a template for training"
                 )
@@ -107,7 +107,7 @@ class ChatTemplate:
         ends = short.endswith(self.special.get("eos_token") or "\0") or re.search(r"<[|/｜][^<>]*>$|<[a-z_]+>$", short)
         return short if ends else text
 
-    def encode(self, conversation: Conversation, tokenizer: Tokenizer) -> Masked:
+    def encode(self, conversation: Conversation, tokenizer: Tokenizer) -> MaskedTokens:
         """Return a conversation's tokens, and which of them are learned."""
         text, spans = self.spans(conversation)
         tokens = tokenizer.encode(text)
@@ -115,16 +115,16 @@ class ChatTemplate:
         for begin, end in spans:
             first, last = (len(_prefix(tokens, tokenizer, text[:at])) for at in (begin, end))
             if first >= last:
-                raise Broken("an answer of the assistant is empty: leave the conversation out")
+                raise TemplateError("an answer of the assistant is empty: leave the conversation out")
             mask[first:last] = [1] * (last - first)
-        return Masked(tokens, mask)
+        return MaskedTokens(tokens, mask)
 
 
 def _prefix(tokens: list[int], tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the tokens of `text`, the beginning of a longer text. They must be the first ones of its `tokens`."""
     prefix = tokenizer.encode(text)
     if prefix != tokens[: len(prefix)]:
-        raise Broken(
+        raise TemplateError(
             "a token reaches from before an answer into it, so what is learned can't be told: let the template end "
             "what comes before an answer with a special token or a line break"
         )
@@ -205,7 +205,7 @@ def _to_json(value: Any, indent: int | None = None, **more: Any) -> str:
 
 
 def _refuse(message: str) -> None:
-    raise Broken(f"the chat template refuses these messages: {shortened(str(message), 200)}")
+    raise TemplateError(f"the chat template refuses these messages: {shorten(str(message), 200)}")
 
 
 def _now(form: str) -> str:

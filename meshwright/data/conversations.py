@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.unpack import LARGEST_LINE, too_long
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.errors import UserError
 from meshwright.outside import parse_json
 
@@ -35,14 +35,14 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PreferencePair:
     """Two conversations with the same beginning, of which the first was preferred."""
 
     chosen: Conversation
     rejected: Conversation
 
 
-Record = Conversation | Pair
+Record = Conversation | PreferencePair
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Record]]:
@@ -55,7 +55,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text: convert it") from None
     except OSError as error:
-        raise refused(f"{path} can't be read", error, path, "another file") from None
+        raise refusal(f"{path} can't be read", error, path, "another file") from None
     for where, value in named:
         if not isinstance(value, dict):
             raise UserError(f"{where} holds a {type(value).__name__}, not an object with fields")
@@ -81,14 +81,14 @@ def _named_values(path: Path) -> Iterator[tuple[str, Any]]:
                 continue
             if is_first and text.lstrip()[:1] == "[":
                 whole = text + file.read().decode("utf-8")
-                for record, value in enumerate(_parsed(whole, str(path)), start=1):
+                for record, value in enumerate(_parse(whole, str(path)), start=1):
                     yield f"{path}, record {record}", value
                 return
             is_first = False
-            yield f"{path}, line {number}", _parsed(text, f"{path}, line {number}")
+            yield f"{path}, line {number}", _parse(text, f"{path}, line {number}")
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse(text: str, where: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
@@ -116,7 +116,7 @@ def record_of(value: dict[str, Any]) -> Record:
     raise ValueError(f"its fields are {', '.join(map(str, value)) or 'none'}, and the known formats have {known}")
 
 
-def _pair(value: dict[str, Any], tools: list[Any] | None) -> Pair:
+def _pair(value: dict[str, Any], tools: list[Any] | None) -> PreferencePair:
     chosen, rejected = (_turn(value[key], "assistant") for key in ("chosen", "rejected"))
     asked = _system(value) + (_turn(value["prompt"], "user") if "prompt" in value else [])
     # Without a prompt, both are whole conversations, and the messages that they share at the beginning are the prompt.
@@ -126,9 +126,11 @@ def _pair(value: dict[str, Any], tools: list[Any] | None) -> Pair:
             shared += 1
         if not shared or shared in (len(chosen), len(rejected)):
             raise ValueError("chosen and rejected have no prompt in common, or are the same")
-        asked, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        asked = chosen[:shared]
+        chosen = chosen[shared:]
+        rejected = rejected[shared:]
     good, bad = (Conversation(asked + each, tools, only_last=True) for each in (chosen, rejected))
-    return Pair(good, bad)
+    return PreferencePair(good, bad)
 
 
 def _turn(value: Any, role: str) -> list[Message]:

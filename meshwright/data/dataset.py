@@ -21,7 +21,7 @@ from meshwright.data.token_file import TokenFile
 from meshwright.errors import UserError
 
 # Epoch orders in the cache: a batch may straddle two epochs, and the second may need the beginning of the third.
-EPOCHS_KEPT = 3
+CACHED_EPOCHS = 3
 # Documents of the index that are checked per vectorised pass, which limits the memory for temporary arrays.
 CHECKED_AT_ONCE = 1 << 20
 # With this many documents in a sample, one gather is faster than a copy per document.
@@ -49,7 +49,7 @@ def keyed_permutation(size: int, *key: int | str) -> NDArray[np.unsignedinteger[
     return values.astype(dtype, copy=False)
 
 
-class TooSmall(UserError):
+class SplitTooSmall(UserError):
     """An error for a split whose documents do not fill one sample."""
 
 
@@ -96,12 +96,12 @@ class GPTDataset:
         lengths = self._lengths if self._chosen is None else self._lengths[self._chosen]
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch < seq + 1:
-            raise TooSmall(
+            raise SplitTooSmall(
                 f"documents {low} to {high} of {file.prefix} hold {self.tokens_per_epoch} tokens, one sample takes "
                 f"{seq + 1}: use more data, a shorter sequence, or another split"
             )
         # An epoch's order is computed when it is first needed. The cache belongs to this object, not to the class.
-        self.epoch = lru_cache(EPOCHS_KEPT)(self._draw)
+        self.epoch = lru_cache(CACHED_EPOCHS)(self._draw)
 
     def first_sample(self, epoch: int) -> int:
         """Return the number of the first sample that begins in an epoch."""
@@ -113,7 +113,7 @@ class GPTDataset:
         return self.first_sample(1)
 
     def own_labels(self, n: int) -> int:
-        """Return how many labels of sample n belong to its epoch; an epoch's last chunk reaches into the next epoch."""
+        """Return the number of labels of sample n in its epoch. An epoch's last chunk reaches into the next epoch."""
         number, k = self._locate(n)
         begin = (self.first_sample(number) + k) * self.seq
         # Minus one, because the label of an epoch's last token is the first token of the next epoch.
@@ -144,7 +144,8 @@ class GPTDataset:
         order = keyed_permutation(count, self.seed, self.stream, "documents", number)
         order = order if self._chosen is None else self._chosen[order]
         ends = np.cumsum(self._lengths[order], dtype=np.int64)
-        first, after = self.first_sample(number), self.first_sample(number + 1)
+        first = self.first_sample(number)
+        after = self.first_sample(number + 1)
         # Where each chunk begins, counted from the beginning of the epoch. side="right" skips empty documents.
         starts = np.arange(first, after, dtype=np.int64) * self.seq - number * self.tokens_per_epoch
         position = np.searchsorted(ends, starts, side="right")
@@ -190,7 +191,8 @@ def document_table(file: TokenFile, low: int, high: int) -> tuple[NDArray[np.int
     file without gaps. This is checked, because a page of the index that was lost in copying would otherwise silently
     assign one document's tokens to another.
     """
-    size, bounds = file.dtype.itemsize, file.document_indices[low : high + 1]
+    size = file.dtype.itemsize
+    bounds = file.document_indices[low : high + 1]
     begin, end = int(bounds[0]), int(bounds[-1])
     if end - begin == high - low and np.array_equal(bounds, np.arange(begin, end + 1)):
         pointers, lengths = file.pointers[begin:end], file.sizes[begin:end]
@@ -198,7 +200,8 @@ def document_table(file: TokenFile, low: int, high: int) -> tuple[NDArray[np.int
         raise UserError(f"{file.idx_path} is damaged (its documents and sequences disagree): prepare it again")
     else:
         edges = np.append(file.pointers, file.token_count * size)[bounds]
-        pointers, lengths = edges[:-1], np.diff(edges) // size
+        pointers = edges[:-1]
+        lengths = np.diff(edges) // size
     good = len(pointers) == 0 or (pointers[0] >= 0 and pointers[0] % size == 0)
     for first in range(0, len(pointers), CHECKED_AT_ONCE):
         at = pointers[first : first + CHECKED_AT_ONCE + 1]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from meshwright.data.unpack import LARGEST_LINE, LINE_END, PACKED, PARQUET, Content, contents, is_read_once, too_long
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.errors import UserError, either
 from meshwright.outside import parse_json
 
@@ -55,7 +55,7 @@ class ByteRange:
         return self.end - self.start
 
     @property
-    def stored(self) -> int:
+    def stored_bytes(self) -> int:
         """The number of bytes that the range takes in its file, as stored."""
         return self.size if self.content is None else self.content.stored
 
@@ -215,7 +215,7 @@ def _split_ranges(whole: ByteRange, cut: re.Pattern[bytes] | None, field: str) -
             while start < whole.end:
                 end = whole.end
                 if end - start > 2 * TASK_BYTES:
-                    end = _next_cut(file.fileno(), start + TASK_BYTES, whole.end, cut)
+                    end = _next_boundary(file.fileno(), start + TASK_BYTES, whole.end, cut)
                 if whole.lines and end - start > LARGEST_LINE + TASK_BYTES:
                     before = os.pread(file.fileno(), TASK_BYTES, start).count(b"\n")
                     raise too_long(_place(replace(whole, start=start), before))
@@ -225,7 +225,7 @@ def _split_ranges(whole: ByteRange, cut: re.Pattern[bytes] | None, field: str) -
         raise _unreadable(whole.path, error) from None
 
 
-def _next_cut(handle: int, position: int, size: int, cut: re.Pattern[bytes]) -> int:
+def _next_boundary(handle: int, position: int, size: int, cut: re.Pattern[bytes]) -> int:
     """Return the first position at or after `position` where the file may be cut, or its end if there is none.
 
     The search also stops, and returns the end, after a line that is longer than LARGEST_LINE; the caller reports it.
@@ -309,4 +309,4 @@ def _place(span: ByteRange, line: int) -> str:
 
 
 def _unreadable(path: str, error: OSError) -> UserError:
-    return refused(f"cannot read {path}", error, path, "another file")
+    return refusal(f"cannot read {path}", error, path, "another file")

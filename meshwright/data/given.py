@@ -22,10 +22,10 @@ Sample = dict[str, np.ndarray[Any, Any]]
 # Labels of this value count in no loss, as in transformers.
 IGNORED = -100
 # The states of an iterator that are kept: a run that goes back a few steps finds an early enough one.
-STATES_KEPT = 8
+CACHED_STATES = 8
 
 
-def numbered(data: Any, name: str, seed: int = 0, shuffle: bool = False, every: int = 1) -> Any:
+def number_samples(data: Any, name: str, seed: int = 0, shuffle: bool = False, every: int = 1) -> Any:
     """Return an object with `sample(n)` for the data that a program passes. `name` is used in error sentences.
 
     An object that has `sample` already is returned as it is. `every` is the number of samples of a step."""
@@ -33,9 +33,9 @@ def numbered(data: Any, name: str, seed: int = 0, shuffle: bool = False, every: 
         return data
     if not isinstance(data, (Mapping, str)):
         if _has_index(data):
-            return Indexed(data, name, seed, shuffle)
+            return IndexedSamples(data, name, seed, shuffle)
         if hasattr(data, "__iter__"):
-            return Iterated(data, name, every)
+            return IteratedSamples(data, name, every)
     kind = type(data).__name__
     raise UserError(f"{name} is a {kind}: give an object with samples by index or by iteration, or with sample(n)")
 
@@ -55,7 +55,7 @@ def _has_index(data: Any) -> bool:
     return True
 
 
-class Indexed:
+class IndexedSamples:
     """Samples of a dataset with an index. `shuffle` draws a new order for each epoch from the seed."""
 
     def __init__(self, data: Any, name: str, seed: int, shuffle: bool) -> None:
@@ -76,7 +76,7 @@ class Indexed:
         return self._order[1]
 
 
-class State(NamedTuple):
+class IteratorPosition(NamedTuple):
     """A position of an iterator: the samples that it has given, its epoch, and its state (None: its beginning)."""
 
     position: int
@@ -84,7 +84,7 @@ class State(NamedTuple):
     state: Any
 
 
-class Iterated:
+class IteratedSamples:
     """Samples of a dataset with only an iterator, which is read again from the beginning when it ends."""
 
     def __init__(self, data: Any, name: str, every: int) -> None:
@@ -92,7 +92,7 @@ class Iterated:
         self.data, self.name, self.every = data, name, every
         self.has_states = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
         self._fresh = copy.deepcopy(data.state_dict()) if self.has_states else None
-        self._states = [State(0, 0, self._fresh)]
+        self._states = [IteratorPosition(0, 0, self._fresh)]
         self._go_to(self._states[0])
         # Sample 0 is read once more to learn the shapes, when a run that resumes is elsewhere already.
         self._first: Sample | None = None
@@ -113,9 +113,9 @@ class Iterated:
 
     def _note_state(self) -> None:
         if self.has_states:
-            self._states.append(State(self.position, self.epoch, copy.deepcopy(self.data.state_dict())))
+            self._states.append(IteratorPosition(self.position, self.epoch, copy.deepcopy(self.data.state_dict())))
             # The first one stays: it begins anew.
-            del self._states[1:-STATES_KEPT]
+            del self._states[1:-CACHED_STATES]
 
     def state_before(self, n: int) -> str:
         """Return the newest known state that has not passed sample n, as JSON, or "" if there is none that JSON can
@@ -128,15 +128,15 @@ class Iterated:
             return ""
 
     def begin_at(self, n: int, state: str, says: bool) -> None:
-        """Prepare to read from sample n on, with a state that a checkpoint holds ("": none)."""
+        """Prepare to read from sample n on. `state` is the one in a checkpoint, or empty."""
         if state:
-            self._states[1:] = [State(*json.loads(state))]
+            self._states[1:] = [IteratorPosition(*json.loads(state))]
             self._go_to(self._states[-1])
         elif n and says:
             why = "has no state_dict" if not self.has_states else "had no state in the checkpoint"
             notice(f"{self.name} {why}: its first {n:,} samples are read again and skipped, to go on after them")
 
-    def _go_to(self, state: State) -> None:
+    def _go_to(self, state: IteratorPosition) -> None:
         self.position, self.epoch = state.position, state.epoch
         if self.has_states:
             self.data.load_state_dict(copy.deepcopy(state.state))
@@ -176,7 +176,7 @@ def as_arrays(sample: Any, name: str) -> Sample:
     return arrays
 
 
-class Tokens:
+class TransformersSamples:
     """Samples for the built-in models from samples in the form of transformers.
 
     A sample has `input_ids` and maybe `attention_mask` and `labels` (-100: not learned). Each token predicts the next
@@ -211,7 +211,7 @@ class Tokens:
         }  # fmt: skip
 
 
-def iterated(data: Any) -> Iterated | None:
+def iterator_behind(data: Any) -> IteratedSamples | None:
     """Return the iterator behind a dataset, if there is one."""
-    inner = data.data if isinstance(data, Tokens) else data
-    return inner if isinstance(inner, Iterated) else None
+    inner = data.data if isinstance(data, TransformersSamples) else data
+    return inner if isinstance(inner, IteratedSamples) else None

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.dataset import EPOCHS_KEPT, TooSmall, keyed_permutation
-from meshwright.data.masked import Piece
+from meshwright.data.dataset import CACHED_EPOCHS, SplitTooSmall, keyed_permutation
+from meshwright.data.masked import DocumentChunk
 from meshwright.data.packed import Conversations
 
 
@@ -37,9 +37,9 @@ class Instructions:
             # An answer at the very beginning has no source to be predicted from.
             answers += [(number, int(begin), int(end)) for begin, end in edges if begin]
         if not answers:
-            raise TooSmall(f"documents {documents[0]} to {documents[1]} of {prefix} hold no answer: use more data")
+            raise SplitTooSmall(f"documents {documents[0]} to {documents[1]} of {prefix} hold no answer: use more data")
         self._answers: NDArray[np.int64] = np.array(answers, np.int64)
-        self._order = lru_cache(EPOCHS_KEPT)(self._draw)
+        self._order = lru_cache(CACHED_EPOCHS)(self._draw)
 
     @property
     def epoch_samples(self) -> int:
@@ -51,7 +51,7 @@ class Instructions:
     def own_labels(self, n: int) -> int:
         return 2 * self.seq
 
-    def sample(self, n: int) -> Piece:
+    def sample(self, n: int) -> DocumentChunk:
         """Return the tokens of sample n, and where its answer begins among them."""
         epoch, at = divmod(n, self.epoch_samples)
         number, begin, end = self._answers[int(self._order(epoch)[at])].tolist()
@@ -59,4 +59,4 @@ class Instructions:
         # At least one token of the source is kept, and as many before the answer as fit.
         answer = min(end - begin, self.seq - 1)
         low = max(0, begin + answer - self.seq)
-        return Piece(tokens[low : begin + answer], np.zeros(0, np.int64), begin - low)
+        return DocumentChunk(tokens[low : begin + answer], np.zeros(0, np.int64), begin - low)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.blend import Blend, Numbered
-from meshwright.data.dataset import EPOCHS_KEPT, TooSmall, document_table, drawn_documents, keyed_permutation
+from meshwright.data.blend import Blend, NumberedDataset
+from meshwright.data.dataset import CACHED_EPOCHS, SplitTooSmall, document_table, drawn_documents, keyed_permutation
 from meshwright.data.token_file import TokenFile
 from meshwright.data.word_parts import WordParts
 
@@ -33,7 +33,7 @@ def keyed_uniform(count: int, *key: int | str) -> NDArray[np.float64]:
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-class Piece(NamedTuple):
+class DocumentChunk(NamedTuple):
     """A chunk of one document's tokens."""
 
     tokens: NDArray[np.int64]
@@ -61,8 +61,10 @@ class DocumentPieces:
         self._ends = np.cumsum(counts)
         self.epoch_samples = int(self._ends[-1]) if len(counts) else 0
         if int(self._lengths.sum(dtype=np.int64)) - len(counts) < 2:
-            raise TooSmall(f"documents {documents[0]} to {documents[1]} of {file.prefix} hold no text: use more data")
-        self._order = lru_cache(EPOCHS_KEPT)(self._draw)
+            raise SplitTooSmall(
+                f"documents {documents[0]} to {documents[1]} of {file.prefix} hold no text: use more data"
+            )
+        self._order = lru_cache(CACHED_EPOCHS)(self._draw)
 
     def _draw(self, epoch: int) -> NDArray[np.unsignedinteger[Any]]:
         return keyed_permutation(self.epoch_samples, self.seed, self.stream, "pieces", epoch)
@@ -74,20 +76,21 @@ class DocumentPieces:
         """
         return 2 * self.seq
 
-    def sample(self, n: int) -> Piece:
+    def sample(self, n: int) -> DocumentChunk:
         epoch, at = divmod(n, self.epoch_samples)
         number = int(self._order(epoch)[at])
         document = int(np.searchsorted(self._ends, number, side="right"))
         first = int(self._ends[document - 1]) if document else 0
-        length, count = int(self._lengths[document]) - 1, int(self._ends[document]) - first
+        length = int(self._lengths[document]) - 1
+        count = int(self._ends[document]) - first
         low, high = ((number - first + side) * length // count for side in (0, 1))
         begin = int(self._pointers[document]) // self.file.dtype.itemsize
         tokens = self.file.tokens[begin + low : begin + high].astype(np.int64)
         sentences = self._sentences(int(self._numbers[document]))
-        return Piece(tokens, sentences[(sentences > low) & (sentences < high)] - low)
+        return DocumentChunk(tokens, sentences[(sentences > low) & (sentences < high)] - low)
 
     def _sentences(self, document: int) -> NDArray[np.int64]:
-        """Return where the second and later sequences of a document begin.
+        """Return the positions at which the second and later sequences of a document begin.
 
         A file that was prepared with sentences stores each of them as a sequence.
         """
@@ -108,7 +111,7 @@ class Masking:
     pairs: bool = True  # samples have two segments, A and B
 
     @property
-    def added(self) -> int:
+    def added_tokens(self) -> int:
         """The number of special tokens in a sample."""
         return 3 if self.pairs else 2
 
@@ -117,7 +120,7 @@ class MaskedStream:
     """The samples of one part of the data. Sample n, and so every batch, is a pure function of the seed and n."""
 
     def __init__(
-        self, source: Numbered, seq: int, masking: Masking, seed: int, name: str, vocab_needed: int | None
+        self, source: NumberedDataset, seq: int, masking: Masking, seed: int, name: str, vocab_needed: int | None
     ) -> None:
         self.source, self.seq, self.masking, self.vocab_needed = source, seq, masking, vocab_needed
         self.key = (seed, name, "masked")
@@ -131,8 +134,9 @@ class MaskedStream:
 
         Those fields are places, labels and loss_mask [predictions]. If samples have two segments, `swapped` is 0 or 1.
         """
-        piece: Piece = self.source.sample(n)
-        masking, random = self.masking, keyed_uniform(2 + 4 * self.seq, *self.key, n)
+        piece: DocumentChunk = self.source.sample(n)
+        masking = self.masking
+        random = keyed_uniform(2 + 4 * self.seq, *self.key, n)
         cls, sep, mask, pad = masking.specials
         tokens, swapped = piece.tokens, 0
         parts = [tokens]
@@ -167,8 +171,8 @@ class MaskedStream:
         return sample | ({"swapped": np.asarray(swapped, np.int64)} if masking.pairs else {})
 
 
-def _pivot(piece: Piece, random: float) -> int:
-    """Return where the second segment begins: at a sentence if sentences are known, else in the middle half."""
+def _pivot(piece: DocumentChunk, random: float) -> int:
+    """Return the beginning of the second segment: at a sentence if sentences are known, else in the middle half."""
     count = len(piece.tokens)
     if len(piece.sentences):
         return int(piece.sentences[int(random * len(piece.sentences))])
@@ -191,13 +195,13 @@ def choose(
     """
     text_positions = np.flatnonzero(body)
     text_tokens = len(text_positions)
-    left = min(masking.predictions, text_tokens, max(1, round(masking.share * (text_tokens + masking.added))))
+    left = min(masking.predictions, text_tokens, max(1, round(masking.share * (text_tokens + masking.added_tokens))))
     if not left:
         return text_positions[:0]
 
     begins = np.ones(text_tokens, bool)
     if masking.words is not None:
-        same_word = masking.words.joined(ids[text_positions[:-1]], ids[text_positions[1:]])
+        same_word = masking.words.continues_word(ids[text_positions[:-1]], ids[text_positions[1:]])
         # Positions that are not neighbours have a special token between them, which ends a word.
         begins[1:] = (np.diff(text_positions) > 1) | ~same_word
     starts = np.append(np.flatnonzero(begins), text_tokens)
@@ -213,7 +217,8 @@ def choose(
     taken = np.zeros(text_tokens, bool)
     for word in ranked.tolist():
         for count in range(min(int(grams[word]), words - word), 0, -1):
-            low, high = int(starts[word]), int(starts[word + count])
+            low = int(starts[word])
+            high = int(starts[word + count])
             if high - low <= left:
                 if not taken[low:high].any():
                     taken[low:high] = True

@@ -16,7 +16,7 @@ from meshwright.data.packed import is_chat
 from meshwright.data.prepare import Progress, check_out, no_progress
 from meshwright.data.token_file import Metadata, TokenFile
 from meshwright.data.token_writer import TokenFileWriter
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.errors import UserError
 
 COPIED_BYTES = 16 << 20  # per copy
@@ -25,7 +25,7 @@ SAME = {"tokenizer_digest": "another tokenizer", "vocab_size": "another vocabula
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeSummary:
     """A summary of a merge."""
 
     prefix: str
@@ -38,7 +38,7 @@ class Merged:
     checked: bool  # the files have metadata, so their tokenizers could be compared
 
 
-def merge(out: str, prefixes: Sequence[str], *, force: bool = False, progress: Progress = no_progress) -> Merged:
+def merge(out: str, prefixes: Sequence[str], *, force: bool = False, progress: Progress = no_progress) -> MergeSummary:
     """Write OUT.bin and OUT.idx with the documents of the files, and the side files of the first one."""
     _check_names(out, prefixes)
     check_out(out, force, "OUT")
@@ -47,12 +47,12 @@ def merge(out: str, prefixes: Sequence[str], *, force: bool = False, progress: P
     total = sum(file.token_count * file.dtype.itemsize for file in files)
     with TokenFileWriter(out, files[0].dtype) as writer, progress("joining", total) as advance:
         for file in files:
-            for tokens, lengths, counts in _copied(file):
+            for tokens, lengths, counts in _read_documents(file):
                 writer.add_documents(tokens, lengths, counts=counts)
                 advance(len(tokens))
         side_files = _side_files(out, files[0], metadata, writer) if metadata else {}
         writer.finish(side_files)
-    return Merged(
+    return MergeSummary(
         out, [out + suffix for suffix in (".bin", ".idx", *side_files)], len(files), writer.document_count,
         writer.sequence_count, writer.token_count, files[0].dtype.name, bool(metadata),
     )  # fmt: skip
@@ -101,7 +101,7 @@ def _check_same(files: Sequence[TokenFile]) -> Metadata | None:
     return metadata
 
 
-def _copied(file: TokenFile) -> Iterator[tuple[bytes, list[int], list[int]]]:
+def _read_documents(file: TokenFile) -> Iterator[tuple[bytes, list[int], list[int]]]:
     """Yield the tokens, the sequences' lengths and the documents' numbers of sequences, some documents at a time."""
     size = file.dtype.itemsize
     # This also checks that the documents follow one another without gaps, which the copy below relies on.
@@ -129,6 +129,6 @@ def _side_files(out: str, first: TokenFile, metadata: Metadata, writer: TokenFil
         try:
             files[".tokenizer.json"] = path.read_bytes()
         except OSError as error:
-            raise refused(f"cannot read {path}, the tokenizer of {first.prefix}", error, path) from None
+            raise refusal(f"cannot read {path}, the tokenizer of {first.prefix}", error, path) from None
         content["tokenizer"] = content["tokenizer_file"] = f"{os.path.basename(out)}.tokenizer.json"
     return files | {".json": json.dumps(content, indent=1).encode() + b"\n"}

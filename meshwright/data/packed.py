@@ -91,7 +91,8 @@ def fitting_length(sizes: NDArray[Any], unit: int, most: int) -> int:
     would cost all samples their memory.
     """
     needed = unit * (sizes - 1)
-    longest, usual = int(needed.max()), int(np.percentile(needed, 99))
+    longest = int(needed.max())
+    usual = int(np.percentile(needed, 99))
     wanted = longest if longest <= 2 * usual else usual
     return min(most, -(-max(1, wanted) // LENGTH_UNIT) * LENGTH_UNIT)
 
@@ -107,7 +108,7 @@ def sample_length(prefixes: Sequence[str], most: int) -> int:
     return min(most, noted) if noted else fitting_length(*sizes_of(prefixes), most)
 
 
-class Cut(NamedTuple):
+class LengthLoss(NamedTuple):
     """The loss by a length of samples: of `conversations`, `cut` lose their end and `empty` every learned token.
 
     Of `learned` tokens, `kept` are left.
@@ -134,23 +135,25 @@ class Cut(NamedTuple):
         return words + (f", and {self.empty:,} of them keep nothing to learn" if self.empty else "")
 
 
-def cut_of(prefixes: Sequence[str], seq: int) -> Cut:
+def cut_of(prefixes: Sequence[str], seq: int) -> LengthLoss:
     """Count the tokens that samples of `seq` tokens cut off the conversations of some files."""
     conversations = cut = empty = learned = lost = 0
     for prefix in prefixes:
         unit = sizes_of([prefix])[1]
         whole = Conversations(prefix, (0, TokenFile(prefix).document_count), drawn=False)
         sizes, most = whole.sizes(), seq // unit + 1
-        conversations, learned = conversations + len(sizes), learned + (read_metadata(prefix) or {}).get("learned", 0)
+        conversations = conversations + len(sizes)
+        learned = learned + (read_metadata(prefix) or {}).get("learned", 0)
         for number in np.flatnonzero(sizes > most).tolist():
             mask = whole.read(number, int(sizes[number]))[1]
-            cut, empty = cut + 1, empty + (not mask[:most].any())
+            cut = cut + 1
+            empty = empty + (not mask[:most].any())
             lost += int(np.count_nonzero(mask[most:]))
-    return Cut(conversations, cut, empty, learned, learned - lost)
+    return LengthLoss(conversations, cut, empty, learned, learned - lost)
 
 
 def length_words(prefixes: Sequence[str], seq: int) -> str:
-    """Return how long samples of some conversations are, why, and what that cuts off."""
+    """Describe the length of samples of some conversations, its reason, and the tokens that it cuts off."""
     cut = cut_of(prefixes, seq)
     if seq != sample_length(prefixes, LARGEST):
         why = " (model.seq)"
@@ -169,7 +172,8 @@ class Conversations:
 
         `documents` counts in such groups, and so does the selection with `drawn`.
         """
-        self.file, self.masks = TokenFile(prefix), TokenFile(prefix + MASK)
+        self.file = TokenFile(prefix)
+        self.masks = TokenFile(prefix + MASK)
         if len(self.file) != len(self.masks) or not np.array_equal(self.file.sizes, self.masks.sizes):
             raise UserError(f"{prefix}{MASK} does not fit {prefix}: make both again with `meshwright data chat`")
         low, high = documents
@@ -281,7 +285,8 @@ def packed_datasets(
     unit = KINDS[kind_of[0][1]].unit
     metadata = [read_metadata(prefix) or {} for prefix in prefixes]
     check_tokenizers([TokenFile(prefix) for prefix in prefixes], metadata)
-    vocab, padding = max(int(each["vocab_size"]) for each in metadata), int(metadata[0]["eod"])
+    vocab = max(int(each["vocab_size"]) for each in metadata)
+    padding = int(metadata[0]["eod"])
     streams: list[PackedStream | None] = []
     for part, name in enumerate(SPLIT_NAMES):
         if not split[part]:

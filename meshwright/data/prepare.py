@@ -25,10 +25,10 @@ from meshwright.data.documents import (
     plan_tasks,
     read_documents,
 )
-from meshwright.data.selection import EVERYTHING, Duplicates, Encoded, Selection, digest_of
+from meshwright.data.selection import EVERYTHING, Duplicates, EncodedTask, Selection, digest_of
 from meshwright.data.sentences import split_sentences
 from meshwright.data.token_writer import SIDE_FILES, TokenFileWriter, metadata
-from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer, train_tokenizer, trained_size
+from meshwright.data.tokenizers import Tokenizer, TokenizerSource, load_tokenizer, train_tokenizer, trained_size
 from meshwright.data.workers import map_in_order
 from meshwright.errors import UserError, notice
 
@@ -75,7 +75,7 @@ class Summary:
     mb_per_s: float
 
 
-def encode_task(tokenizer: Tokenizer, selection: Selection, task: Task) -> Encoded:
+def encode_task(tokenizer: Tokenizer, selection: Selection, task: Task) -> EncodedTask:
     """Read and encode a task. A document without text is left out, but not the empty last part of a long document."""
     documents = []  # whole ones, and parts of long ones
     replaced = empty = filtered = 0
@@ -107,11 +107,11 @@ def encode_task(tokenizer: Tokenizer, selection: Selection, task: Task) -> Encod
 
     last_open = bool(documents) and not documents[-1].last
     digests = [digest_of(document.text) for document in documents] if selection.dedup else []
-    size = sum(span.stored for span in task)
-    return Encoded(b"".join(token_bytes), lengths, counts, digests, last_open, size, empty, filtered, replaced)
+    size = sum(span.stored_bytes for span in task)
+    return EncodedTask(b"".join(token_bytes), lengths, counts, digests, last_open, size, empty, filtered, replaced)
 
 
-def make_encoder(recipe: Recipe, selection: Selection) -> Callable[[Task], Encoded]:
+def make_encoder(recipe: TokenizerSource, selection: Selection) -> Callable[[Task], EncodedTask]:
     """Return the function that encodes tasks. It is called in each worker process."""
     return partial(encode_task, recipe.make(), selection)
 
@@ -219,7 +219,7 @@ def _train(
                     for document in read_documents(span, selection.field):
                         if selection.fits(document.text):
                             yield document.text
-            advance(sum(span.stored for span in task))
+            advance(sum(span.stored_bytes for span in task))
 
     with progress("training the tokenizer", sum(file.size for file in files)) as advance:
         return train_tokenizer(texts(advance), size, spec, eod)

@@ -48,7 +48,7 @@ def digest_of(text: str) -> bytes:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedTask:
     """The result of a task."""
 
     tokens: bytes  # the ids of its documents back to back, as the token file stores them
@@ -69,7 +69,7 @@ class Duplicates:
     count: int = 0
     _seen: set[bytes] = field(default_factory=set)
 
-    def without(self, found: Encoded, itemsize: int) -> tuple[bytes, list[int], list[int]]:
+    def without(self, found: EncodedTask, itemsize: int) -> tuple[bytes, list[int], list[int]]:
         """Return the tokens, lengths and counts of a task's documents that have not been seen before."""
         parts: list[bytes] = []
         lengths: list[int] = []

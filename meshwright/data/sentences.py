@@ -32,8 +32,10 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _end(text: str, match: re.Match[str]) -> int:
-    """Return where a sentence ends at a stop or a new line, or 0 if none does."""
-    begin, gap, end = match.start(), match.start("gap"), match.end()
+    """Return the position where a sentence ends at this match, or 0 if none ends there."""
+    begin = match.start()
+    gap = match.start("gap")
+    end = match.end()
     if text[begin] == "\n":
         if text.find("\n", gap, end) < 0:
             return 0

@@ -6,7 +6,7 @@ SHARE, MEAN = 0.15, 3.0  # share of the tokens that are replaced, and mean numbe
 
 
 def noise_counts(tokens: int, share: float = SHARE, mean: float = MEAN) -> tuple[int, int]:
-    """Return how many of a sample's tokens are replaced, and the number of their spans."""
+    """Return the number of a sample's tokens to replace, and the number of their spans."""
     noise = min(max(round(tokens * share), 1), tokens - 1)
     spans = min(max(round(noise / mean), 1), noise, tokens - noise)
     return noise, spans

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.blend import Blend, Numbered
+from meshwright.data.blend import Blend, NumberedDataset
 from meshwright.data.masked import keyed_uniform
 from meshwright.data.span_lengths import noise_counts, span_lengths, tokens_for
 
@@ -52,7 +52,7 @@ class SpanStream:
     """
 
     def __init__(
-        self, source: Numbered, options: SpanOptions, seed: int, name: str, vocab_needed: int | None = None
+        self, source: NumberedDataset, options: SpanOptions, seed: int, name: str, vocab_needed: int | None = None
     ) -> None:
         self.texts, self.options, self.vocab_needed = source, options, vocab_needed
         self.source = WholeTexts(source)
@@ -81,12 +81,12 @@ class SpanStream:
 
 
 class WholeTexts:
-    """A view of a source that makes `OneEpoch` leave out a text that reaches into the next epoch.
+    """A view of a source that makes `FirstEpoch` leave out a text that reaches into the next epoch.
 
     Such a text can't be used in part, because its target does not follow the text token by token.
     """
 
-    def __init__(self, source: Numbered) -> None:
+    def __init__(self, source: NumberedDataset) -> None:
         self.texts, self.seq, self.epoch_samples = source, source.seq, source.epoch_samples
 
     def own_labels(self, n: int) -> int:
@@ -100,13 +100,13 @@ def noise_mask(count: int, share: float, mean: float, random: NDArray[np.float64
     Kept and removed spans alternate, starting with a kept one. Both kinds have random lengths.
     """
     noise, spans = noise_counts(count, share, mean)
-    kept_lengths = _cut(count - noise, spans, random[:count])
-    removed_lengths = _cut(noise, spans, random[count:])
+    kept_lengths = _random_partition(count - noise, spans, random[:count])
+    removed_lengths = _random_partition(noise, spans, random[count:])
     lengths = np.stack((kept_lengths, removed_lengths), 1).reshape(-1)
     return np.repeat(np.arange(2 * spans) % 2 == 1, lengths)
 
 
-def _cut(items: int, parts: int, random: NDArray[np.float64]) -> NDArray[np.int64]:
+def _random_partition(items: int, parts: int, random: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the lengths of `parts` random parts of at least one item each; all ways to cut are equally likely."""
     places = np.sort(np.argsort(random[: items - 1], kind="stable")[: parts - 1]) + 1
     return np.diff(np.concatenate(([0], places, [items]))).astype(np.int64)

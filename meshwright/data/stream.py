@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.blanks import BlankOptions, BlankStream
-from meshwright.data.blend import Blend, FromFile, Numbered
-from meshwright.data.dataset import GPTDataset, TooSmall
+from meshwright.data.blend import Blend, FromFile, NumberedDataset
+from meshwright.data.dataset import GPTDataset, SplitTooSmall
 from meshwright.data.instructions import Instructions
 from meshwright.data.masked import DocumentPieces, MaskedStream, Masking
 from meshwright.data.packed import CHAT, KINDS, is_chat
@@ -44,7 +44,7 @@ class SampleOptions:
 class SampleStream:
     """The samples of one part of the data. Sample n, and so every batch, is a pure function of the seed and n."""
 
-    def __init__(self, source: Numbered, options: SampleOptions, vocab_needed: int | None = None) -> None:
+    def __init__(self, source: NumberedDataset, options: SampleOptions, vocab_needed: int | None = None) -> None:
         assert options.eod is not None or not options.need_eod, "these options need an end token"
         self.source, self.seq, self.options, self.vocab_needed = source, source.seq, options, vocab_needed
 
@@ -76,7 +76,7 @@ class SampleStream:
 Stream = SampleStream | MaskedStream | SpanStream | BlankStream
 
 
-class OneEpoch:
+class FirstEpoch:
     """The first epoch of a stream, up to `limit` samples, in which each token is a label at most once.
 
     Labels that belong to the second epoch have no loss, and a sample without labels of the first epoch is left out.
@@ -101,7 +101,9 @@ def split_documents(count: int, split: Sequence[float]) -> list[tuple[int, int]]
     shares = [share / sum(split) for share in split]
     left = sum(share > 0 for share in shares)  # parts that still need documents
     least = int(count >= left)
-    ranges, low, total = [], 0, 0.0
+    ranges = []
+    low = 0
+    total = 0.0
     for share in shares:
         total += share
         high = low
@@ -153,15 +155,15 @@ def build_datasets(
                 if cut is None:
                     datasets.append(GPTDataset(file, spans.tokens if spans else seq, seed, documents, key, drawn))
                 else:
-                    datasets.append(DocumentPieces(file, seq - cut.added, seed, documents, key, drawn))
-            except TooSmall as error:
+                    datasets.append(DocumentPieces(file, seq - cut.added_tokens, seed, documents, key, drawn))
+            except SplitTooSmall as error:
                 raise UserError(f"the {name} part is too small: {error}") from None
         shares = list(weights)
         if blanks is not None and blanks.instructions:
             answers = _instructions(blanks, split, part, seed, drawn)
             datasets += answers
             shares = with_instructions(shares, [each.epoch_samples for each in answers], blanks.instruction_share)
-        source: Numbered = datasets[0] if len(datasets) == 1 else Blend(datasets, shares, seed)
+        source: NumberedDataset = datasets[0] if len(datasets) == 1 else Blend(datasets, shares, seed)
         if spans is not None:
             streams.append(SpanStream(source, spans, seed, name, vocab))
             continue
@@ -190,8 +192,8 @@ def _instructions(
         documents = split_documents(TokenFile(prefix).document_count, split)[part]
         key = f"{SPLIT_NAMES[part]}/instructions/{number}"
         try:
-            datasets.append(Instructions(prefix, blanks.seq - blanks.added, seed, documents, key, drawn))
-        except TooSmall as error:
+            datasets.append(Instructions(prefix, blanks.seq - blanks.added_tokens, seed, documents, key, drawn))
+        except SplitTooSmall as error:
             raise UserError(f"the {SPLIT_NAMES[part]} part of the instructions is too small: {error}") from None
     return datasets
 

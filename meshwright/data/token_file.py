@@ -24,7 +24,7 @@ from typing import Any, TypedDict, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.errors import UserError
 from meshwright.outside import of_kind, read_json
 
@@ -136,7 +136,8 @@ class TokenFile:
 
     def _read_header(self, index: NDArray[np.uint8]) -> tuple[int, int]:
         """Check the header and the file's size, set `dtype`, and return the numbers of sequences and of boundaries."""
-        path, head = self.idx_path, index[: HEADER.size].tobytes()
+        path = self.idx_path
+        head = index[: HEADER.size].tobytes()
         if not head.startswith(MAGIC):
             raise UserError(
                 f"{path} is not a token index (it does not begin with MMIDIDX): "
@@ -172,7 +173,8 @@ class TokenFile:
             raise UserError(
                 f"{self.idx_path} is damaged (its documents and sequences disagree): prepare the data again"
             )
-        length, needed = os.path.getsize(self.bin_path), self.token_count * self.dtype.itemsize
+        length = os.path.getsize(self.bin_path)
+        needed = self.token_count * self.dtype.itemsize
         if length < needed:
             raise UserError(
                 f"{self.bin_path} is truncated ({length} bytes of the {needed} its index names): "
@@ -188,4 +190,4 @@ class TokenFile:
         try:
             return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
         except OSError as error:
-            raise refused(f"cannot read {path}", error, path, "another file") from None
+            raise refusal(f"cannot read {path}", error, path, "another file") from None

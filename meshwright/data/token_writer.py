@@ -21,7 +21,7 @@ from numpy.typing import DTypeLike
 
 from meshwright.data.token_file import CODES, HEADER, MAGIC, METADATA_FORMAT, VERSION, read_metadata
 from meshwright.data.tokenizers import Tokenizer
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.errors import UserError
 
 PARTIAL = ".partial"
@@ -48,7 +48,7 @@ class TokenFileWriter:
             self._bin = self._open_locked(self.prefix + ".bin" + PARTIAL)
             self._remove_partials((".idx", *SIDE_FILES))
         except OSError as error:
-            raise self._failed(error) from None
+            raise self._write_error(error) from None
 
     def __enter__(self) -> TokenFileWriter:
         return self
@@ -85,7 +85,7 @@ class TokenFileWriter:
         try:
             self._bin.write(tokens)
         except OSError as error:
-            raise self._failed(error) from None
+            raise self._write_error(error) from None
         self.token_count += count
         complete = list(lengths)
         if self._open:
@@ -123,7 +123,7 @@ class TokenFileWriter:
             self._sync_folder()
             self._bin.close()
         except OSError as error:
-            raise self._failed(error) from None
+            raise self._write_error(error) from None
 
     def _open_locked(self, path: str) -> BinaryIO:
         """Open the partial .bin, locked and emptied. It overwrites the file of a killed run, but not of a live one."""
@@ -186,8 +186,8 @@ class TokenFileWriter:
             finally:
                 os.close(handle)
 
-    def _failed(self, error: OSError) -> UserError:
-        return refused(f"cannot write {self.prefix}", error, self.prefix)
+    def _write_error(self, error: OSError) -> UserError:
+        return refusal(f"cannot write {self.prefix}", error, self.prefix)
 
 
 def _sync(file: BinaryIO) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.token_file import token_dtype
-from meshwright.disk import hub_hint, refused
+from meshwright.disk import hub_hint, refusal
 from meshwright.errors import UserError
 from meshwright.outside import of_kind, parse_json
 
@@ -31,7 +31,7 @@ Ids = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TokenizerSource:
     """The data from which a tokenizer is made: its `kind` (bytes, json or model) and the `content` of its file."""
 
     kind: str
@@ -54,7 +54,7 @@ class Recipe:
         return f"{self.kind}:{hashlib.sha256(content).hexdigest()}"
 
     def make(self) -> Tokenizer:
-        kinds: dict[str, Callable[[Recipe], Tokenizer]]
+        kinds: dict[str, Callable[[TokenizerSource], Tokenizer]]
         kinds = {"bytes": ByteTokenizer, "json": JsonTokenizer, "model": SentencePieceTokenizer}
         return kinds[self.kind](self)
 
@@ -66,7 +66,7 @@ class Tokenizer(Protocol):
     must not be split.
     """
 
-    recipe: Recipe
+    recipe: TokenizerSource
     vocab_size: int
     eod: int
     cut: re.Pattern[bytes] | None = None
@@ -98,7 +98,7 @@ class ByteTokenizer(Tokenizer):
     eod = 256
     cut = re.compile(rb"\n")
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: TokenizerSource) -> None:
         if recipe.eod is not None:
             raise UserError("the bytes tokenizer ends documents with its own token, 256: leave out --eod")
         self.recipe = recipe
@@ -124,7 +124,7 @@ class ByteTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     """A Hugging Face tokenizer.json. It encodes through the word cache if that is exact."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: TokenizerSource) -> None:
         from tokenizers import Tokenizer as Library
 
         from meshwright.data.words import CUT_BYTES, WordCache, ascii_words
@@ -168,7 +168,7 @@ class JsonTokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece .model."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: TokenizerSource) -> None:
         try:
             import sentencepiece
         except ImportError:
@@ -208,7 +208,7 @@ class SentencePieceTokenizer(Tokenizer):
 def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
     """Return the tokenizer that a spec names: `bytes`, a tokenizer.json (or its folder), or a SentencePiece .model."""
     if spec == "bytes":
-        return Recipe("bytes", b"", eod, spec).make()
+        return TokenizerSource("bytes", b"", eod, spec).make()
     path = os.path.join(spec, "tokenizer.json") if os.path.isdir(spec) else spec
     kind = os.path.splitext(path)[1].removeprefix(".")
     if kind not in ("json", "model"):
@@ -219,8 +219,8 @@ def load_tokenizer(spec: str, eod: str | None = None) -> Tokenizer:
     except FileNotFoundError:
         raise UserError(f"no tokenizer at '{path}': give {SPEC_FORMS}") from None
     except OSError as error:
-        raise refused(f"cannot read the tokenizer {spec}", error, path, "another tokenizer") from None
-    return Recipe(kind, content, eod, path).make()
+        raise refusal(f"cannot read the tokenizer {spec}", error, path, "another tokenizer") from None
+    return TokenizerSource(kind, content, eod, path).make()
 
 
 def trained_size(spec: str) -> int | None:
@@ -256,10 +256,10 @@ def train_tokenizer(texts: Iterable[str], size: int, spec: str, eod: str | None 
         vocab_size=size, special_tokens=[end], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     library.train_from_iterator(texts, trainer)
-    return Recipe("json", library.to_str().encode(), end, spec).make()
+    return TokenizerSource("json", library.to_str().encode(), end, spec).make()
 
 
-def _end_token(vocabulary: dict[str, int], recipe: Recipe) -> int:
+def _end_token(vocabulary: dict[str, int], recipe: TokenizerSource) -> int:
     """Return the id of the token that ends a document. If the recipe names it by digits, they are an id, not a text."""
     if recipe.eod is not None and recipe.eod.isdecimal():
         if int(recipe.eod) in vocabulary.values():

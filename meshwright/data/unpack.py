@@ -48,14 +48,14 @@ def is_read_once(path: str) -> bool:
 
 def contents(path: str, cut: re.Pattern[bytes] | None, field: str, size: int) -> Iterator[Content]:
     """Yield a file in parts of about `size` bytes, which end at a match of `cut` (None: one part)."""
-    return _parquet(path, field, size) if path.endswith(PARQUET) else _unpacked(path, cut, size)
+    return _parquet(path, field, size) if path.endswith(PARQUET) else _unpacked_content(path, cut, size)
 
 
-def _unpacked(path: str, cut: re.Pattern[bytes] | None, size: int) -> Iterator[Content]:
+def _unpacked_content(path: str, cut: re.Pattern[bytes] | None, size: int) -> Iterator[Content]:
     buffer = bytearray()
     searched = size  # no cut is looked for before this position of the buffer
     before, stored = 0, 0
-    for data, read in _streamed(path):
+    for data, read in _read_stream(path):
         buffer += data
         stored += read
         while cut is not None and len(buffer) > 2 * size:
@@ -73,7 +73,7 @@ def _unpacked(path: str, cut: re.Pattern[bytes] | None, size: int) -> Iterator[C
     yield Content(bytes(buffer), before, stored, last=True)
 
 
-def _streamed(path: str) -> Iterator[tuple[bytes, int]]:
+def _read_stream(path: str) -> Iterator[tuple[bytes, int]]:
     """Yield the content of a compressed file, each time with the number of stored bytes that it took.
 
     The file may be several compressed files joined together.
@@ -90,7 +90,9 @@ def _streamed(path: str) -> Iterator[tuple[bytes, int]]:
                 except failures as error:
                     raise UserError(f"{path} is damaged ({error}): copy or pack it again") from None
                 yield out, read
-                read, begun, data = 0, not unpack.eof, unpack.unused_data
+                read = 0
+                begun = not unpack.eof
+                data = unpack.unused_data
                 if not begun:
                     unpack = make()
     if begun:
@@ -120,7 +122,8 @@ def _parquet(path: str, field: str, size: int) -> Iterator[Content]:
     try:
         with parquet.ParquetFile(path) as file:
             _check_column(path, file.schema_arrow, field)
-            total, stored = file.metadata.num_rows, os.path.getsize(path)
+            total = file.metadata.num_rows
+            stored = os.path.getsize(path)
             rows: list[str] = []
             length = before = 0
             for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
@@ -129,7 +132,9 @@ def _parquet(path: str, field: str, size: int) -> Iterator[Content]:
                 length += sum(map(len, texts))
                 if length >= size:
                     yield Content(tuple(rows), before, stored * len(rows) // total, last=False)
-                    before, rows, length = before + len(rows), [], 0
+                    before = before + len(rows)
+                    rows = []
+                    length = 0
             yield Content(tuple(rows), before, stored * len(rows) // max(1, total), last=True)
     except (pyarrow.ArrowException, OSError) as error:
         what = str(error).partition("\n")[0]

@@ -24,7 +24,7 @@ class WordParts:
     goes_on: NDArray[np.bool_]  # [vocab], the token continues a word
     open: NDArray[np.bool_]  # [vocab], a word may continue after the token
 
-    def joined(self, before: NDArray[np.int64], after: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def continues_word(self, before: NDArray[np.int64], after: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return a mask of the pairs of neighbouring tokens (before, after) that belong to one word."""
         last = len(self.open) - 1
         # Ids beyond the vocabulary are treated like its last one.

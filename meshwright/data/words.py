@@ -115,13 +115,13 @@ class WordCache(dict[str, bytes]):
         elif len(text.encode()) - len(text) > MAX_EXTRA_BYTES * len(text):
             ids = self._library(text)
         else:
-            ids = self._mixed(text)
+            ids = self._encode_mixed(text)
         return np.frombuffer(ids, dtype=self._dtype)
 
     def _ascii(self, text: str) -> bytes:
         return b"".join(map(self.__getitem__, self._words(text)))
 
-    def _mixed(self, text: str) -> bytes:
+    def _encode_mixed(self, text: str) -> bytes:
         """Encode ASCII text with a few other words, which the library encodes one by one."""
         parts: list[bytes] = []
         for plain, chunks in groupby(CUT.split(text), str.isascii):

@@ -25,7 +25,7 @@ DIED = "a worker process ended early (the machine may be out of memory): try few
 
 T = TypeVar("T")
 R = TypeVar("R")
-Make = Callable[..., Callable[[T], R]]
+MakeWorker = Callable[..., Callable[[T], R]]
 
 
 @dataclass
@@ -37,7 +37,9 @@ class Worker:
     task: int | None = None  # the number of the task it is working on
 
 
-def map_in_order(make: Make[T, R], args: tuple[Any, ...], tasks: Iterator[T], count: int) -> Generator[R, None, None]:
+def map_in_order(
+    make: MakeWorker[T, R], args: tuple[Any, ...], tasks: Iterator[T], count: int
+) -> Generator[R, None, None]:
     """Yield the tasks' results, in order.
 
     `make(*args)` runs once in each of `count` processes and returns the function that is called with the tasks. `make`,
@@ -108,7 +110,7 @@ def _receive(worker: Worker) -> Any:
     return value
 
 
-def _serve(pipe: Connection[Any, Any], make: Make[Any, Any], args: tuple[Any, ...]) -> None:
+def _serve(pipe: Connection[Any, Any], make: MakeWorker[Any, Any], args: tuple[Any, ...]) -> None:
     """Serve tasks in a worker process until its pipe closes.
 
     The worker ignores interrupts, which the main process handles. It ends as soon as the main process is gone, however

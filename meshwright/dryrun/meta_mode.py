@@ -70,17 +70,17 @@ class Storages:
         storage = x.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
-            self._alive[key] = weakref.ref(storage, partial(self._freed, key))
+            self._alive[key] = weakref.ref(storage, partial(self._on_free, key))
             self._sizes[key] = 0
-            self.resized(storage)
+            self.on_resize(storage)
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def on_resize(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._sizes:
             self._change(key, size - self._sizes[key])
             self._sizes[key] = size
 
-    def passing(self, count: int) -> None:
+    def count_transient(self, count: int) -> None:
         """Count memory that is released again at once."""
         self.all.add(count)
         self.all.add(-count)
@@ -102,7 +102,7 @@ class Storages:
         for counter in (self.all, self.named):
             counter.most = counter.now
 
-    def _freed(self, key: int, _: object) -> None:
+    def _on_free(self, key: int, _: object) -> None:
         self._change(key, -self._sizes.pop(key))
         self._names.discard(key)
         del self._alive[key]
@@ -132,7 +132,7 @@ class MetaMode(TorchDispatchMode):
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             # Releasing a storage under a tensor that stays is not an operator, so no mode sees it.
             done = _RESIZE(storage, size)
-            self.storages.resized(storage)
+            self.storages.on_resize(storage)
             return done
 
         # On `meta`, torch's own functions would not choose the kernels of an accelerator.
@@ -178,7 +178,7 @@ class MetaMode(TorchDispatchMode):
         if func.overloadpacket is torch.ops.aten.any:
             out.found_by_any = True
         if self.accelerated and func.name() in ATTENTION_BACKWARDS:
-            self.storages.passing(_workspace(*args[1:3]))
+            self.storages.count_transient(_workspace(*args[1:3]))
         return out
 
     def _learn(self, key: Any, args: Any, out: Any) -> None:
@@ -283,17 +283,17 @@ def _attention(
 class SavedBytes(saved_tensors_hooks):
     """Counts the storages that are saved for backward, by autograd or for a deferred weight gradient.
 
-    Storages of the `lasting` tensors are left out.
+    Storages of the `persistent` tensors are left out.
     """
 
-    def __init__(self, lasting: Iterable[Tensor]) -> None:
+    def __init__(self, persistent: Iterable[Tensor]) -> None:
         self.bytes = ByteCounter()
-        self._lasting = {x.untyped_storage()._cdata for x in lasting}
+        self._persistent = {x.untyped_storage()._cdata for x in persistent}
         self._uses: dict[int, int] = {}
         super().__init__(self._pack, lambda saved: saved.x if isinstance(saved, _Saved) else saved)
 
     def __enter__(self) -> None:
-        original = self._original = Deferred.detached
+        original = self._original = Deferred.detach
 
         def counted(deferred: Deferred, x: Tensor) -> Tensor:
             saved = original(deferred, x)
@@ -301,16 +301,16 @@ class SavedBytes(saved_tensors_hooks):
             saved.counted = self._pack(saved.detach())  # type: ignore[attr-defined]
             return saved
 
-        Deferred.detached = counted  # type: ignore[method-assign, assignment]
+        Deferred.detach = counted  # type: ignore[method-assign, assignment]
         super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        Deferred.detached = self._original  # type: ignore[method-assign]
+        Deferred.detach = self._original  # type: ignore[method-assign]
 
     def _pack(self, x: Tensor) -> Any:
         storage = x.untyped_storage()
-        return x if storage._cdata in self._lasting else _Saved(self, x, storage)
+        return x if storage._cdata in self._persistent else _Saved(self, x, storage)
 
     def use(self, key: int, size: int, by: int) -> None:
         """Change the number of uses of a storage by `by`. Its bytes count once while it has any use."""
@@ -326,7 +326,10 @@ class _Saved:
     """A tensor that is saved for backward. Its storage is in use as long as this object lives."""
 
     def __init__(self, owner: SavedBytes, x: Tensor, storage: torch.UntypedStorage) -> None:
-        self.owner, self.x, self.key, self.size = owner, x, storage._cdata, storage.nbytes()
+        self.owner = owner
+        self.x = x
+        self.key = storage._cdata
+        self.size = storage.nbytes()
         owner.use(self.key, self.size, 1)
 
     def __del__(self) -> None:

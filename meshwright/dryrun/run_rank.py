@@ -26,7 +26,7 @@ from meshwright.engine.providers import forward_step, model_provider
 from meshwright.engine.sharding.offload import StateStore
 from meshwright.engine.step import Trainer
 from meshwright.models.graph_stage import GraphStage
-from meshwright.plan.rank import Counts, RankFigures
+from meshwright.plan.rank import Counts, PlannedRank
 from meshwright.run.pretrain import build_modules
 from meshwright.spec.model.gpt import vocabulary_rows
 from meshwright.spec.schedule.table import action_counts
@@ -37,7 +37,7 @@ TIMED = 2  # Steps that are timed on a device, after one warm-up step.
 
 
 @dataclass(frozen=True)
-class RankRun(RankFigures):
+class RankRun(PlannedRank):
     """The memory, calls and actions of a rank in one step.
 
     `most` has the measured peaks. `step_s` is the compute time of a step; None on `meta`.
@@ -107,7 +107,8 @@ def samples_of(ctx: Context) -> RandomSamples:
 
     The rows of other tokens would come from other ranks and be zeros here, which a norm would blow up.
     """
-    vocab, rows = ctx.config.model.vocab, vocabulary_rows(ctx.config.model.vocab, ctx.at)
+    vocab = ctx.config.model.vocab
+    rows = vocabulary_rows(ctx.config.model.vocab, ctx.at)
     first = min(max(0, ctx.mesh.tp.index) * rows, vocab - 1)
     return RandomSamples(ctx.config, min(rows, vocab - first), first)
 
@@ -131,10 +132,10 @@ def _dry_step(trainer: Trainer, dry: MetaMode) -> Counts:
     with saved:
         trainer.step()
     peaks = {"activations": saved.bytes.most, "gathered": storages.named.most, "peak": storages.all.most}
-    return peaks | _offloaded(trainer)
+    return peaks | _offloaded_bytes(trainer)
 
 
-def _offloaded(trainer: Trainer) -> Counts:
+def _offloaded_bytes(trainer: Trainer) -> Counts:
     """Return the most bytes of activations in host memory at once; empty if activations stay on the device."""
     memory = trainer.ctx.parallel.offload
     return {} if memory is None else {"offloaded": memory.most_bytes}
@@ -159,7 +160,7 @@ def _timed_steps(trainer: Trainer) -> tuple[Counts, float]:
     seconds = statistics.median(trainer.step().step_time_s for _ in range(TIMED))
     device.synchronize()
     peak = device.peak_bytes()
-    return ({} if peak is None else {"peak": peak}) | _offloaded(trainer), seconds
+    return ({} if peak is None else {"peak": peak}) | _offloaded_bytes(trainer), seconds
 
 
 def state_bytes(trainer: Trainer) -> Counts:

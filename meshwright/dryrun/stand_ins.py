@@ -113,7 +113,8 @@ class RandomTokens:
 
     def __init__(self, vocab: int, seq: int, first: int = 0, fields: Sequence[str] = ()) -> None:
         self.vocab, self.seq, self.first = vocab, seq, first
-        segments, indices = documents_of(seq), np.arange(seq, dtype=np.int64)
+        segments = documents_of(seq)
+        indices = np.arange(seq, dtype=np.int64)
         # The index at which each token's document begins.
         begins = np.maximum.accumulate(indices * (np.diff(segments, prepend=0) > 0))
         self.more = {name: {"segments": segments, "positions": indices - begins}[name] for name in fields}
@@ -132,8 +133,11 @@ class RandomSamples:
     """
 
     def __init__(self, config: Config, vocab: int, first: int = 0) -> None:
-        self.vocab, self.first, self.fields = vocab, first, data_fields(config)
-        model, self.seq = model_of(config), config.model.seq
+        self.vocab = vocab
+        self.first = first
+        self.fields = data_fields(config)
+        model = model_of(config)
+        self.seq = config.model.seq
         self.lengths, indices = dict(model.lengths), np.arange(self.seq)
         halves = (indices >= self.seq // 2).astype(np.int64)
         if model.prefix:

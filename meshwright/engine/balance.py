@@ -21,7 +21,7 @@ from meshwright.nn.experts.experts import Experts
 from meshwright.spec.layout.rows import balance
 from meshwright.spec.traffic.counts import balance_length
 
-MOST_LISTED = 4096  # metrics.jsonl lists the rows of every expert of every layer up to this many numbers
+MAX_LISTED = 4096  # metrics.jsonl lists the rows of every expert of every layer up to this many numbers
 
 
 class ExpertBalance:
@@ -83,5 +83,5 @@ class ExpertBalance:
             "entropy": float((entropy * e.top_k / choices).mean()),
             "dropped": float((dropped / choices).mean()),
         }
-        listed = {"rows": rows.astype(int).tolist()} if rows.size <= MOST_LISTED else {}
+        listed = {"rows": rows.astype(int).tolist()} if rows.size <= MAX_LISTED else {}
         return figures | listed

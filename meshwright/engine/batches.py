@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.engine.context import Context
 from meshwright.models.stage import LossCounts
 from meshwright.spec.layout.rows import ORDERS
-from meshwright.spec.model.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, WHO_SEES_WHOM, on_host
+from meshwright.spec.model.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, VISIBILITY_FIELDS, on_host
 
 
 class Dataset(Protocol):
@@ -26,7 +26,7 @@ class Dataset(Protocol):
     def sample(self, n: int) -> dict[str, np.ndarray[Any, Any]]: ...
 
 
-class Picked:
+class SampleSubset:
     """The samples of a dataset with the given numbers.
 
     Samples beyond them, which pad the last round of the ranks, have no loss.
@@ -69,14 +69,14 @@ def rows_of_rank(
     segments = sample.get("segments")
     starts = [0] if segments is None else [0, *np.flatnonzero(np.diff(segments)) + 1]
     table = ORDERS[order](rows, ranks, np.diff([*starts, rows]).tolist())
-    cut = {name: x[table.held(rank)] if np.shape(x)[:1] == (rows,) else x for name, x in sample.items()}
+    cut = {name: x[table.rows_of(rank)] if np.shape(x)[:1] == (rows,) else x for name, x in sample.items()}
     cut[CONTEXT_ROWS] = table.order
     if segments is not None:
         cut[CONTEXT_DOCUMENTS] = segments[table.order]
     return cut
 
 
-class Read(NamedTuple):
+class PackedBatch(NamedTuple):
     """One micro-batch in host memory: one packed tensor per dtype, and the counts of the loss's terms."""
 
     packed: dict[torch.dtype, Tensor]
@@ -101,9 +101,10 @@ class MicroBatches:
     ) -> None:
         self.ctx, self.dataset, self.reader, self.loss_counts = ctx, dataset, reader, loss_counts
         self.size = ctx.config.train.micro_batch
-        self.sends, self._exchanged = ctx.mesh.tp.index <= 0, 0
+        self.sends = ctx.mesh.tp.index <= 0
+        self._exchanged = 0
         self.counts_terms = ctx.mesh.is_first("tp", "cp") and ctx.pp_rank == ctx.layout.first_and_last[0]
-        self._pending_reads: dict[tuple[int, int], Future[Read]] = {}
+        self._pending_reads: dict[tuple[int, int], Future[PackedBatch]] = {}
         # Fields of one dtype are packed, so that there is one broadcast per dtype.
         self.packs: dict[torch.dtype, list[tuple[str, tuple[int, ...]]]] = {}
         for name, array in sorted(self._own_rows(dataset.sample(0)).items()):
@@ -113,7 +114,7 @@ class MicroBatches:
         # One tp rank reads, and the others receive a broadcast. But the host needs some fields to plan attention. To
         # copy them from the device, a rank would wait for all earlier work on it, so every rank reads these itself.
         known = {name for pack in self.packs.values() for name, _ in pack}
-        self.reads = self.sends or bool(known & WHO_SEES_WHOM)
+        self.reads = self.sends or bool(known & VISIBILITY_FIELDS)
 
     def load(self, consumed: int, micro_batch: int) -> dict[str, Tensor]:
         """Return a micro-batch of the step that begins at sample `consumed`, on the device."""
@@ -137,7 +138,7 @@ class MicroBatches:
                 batch[name] = part.view(self.size, *shape)
             if self.reads:
                 for (name, shape), part in zip(fields, packs[dtype].split(sizes), strict=True):
-                    if name in WHO_SEES_WHOM:
+                    if name in VISIBILITY_FIELDS:
                         batch[on_host(name)] = part.view(self.size, *shape)
         return batch
 
@@ -175,7 +176,7 @@ class MicroBatches:
         """Let each data-parallel rank read the samples of the rank `by` places after it from now on."""
         self._exchanged, self._pending_reads = by, {}
 
-    def _ask(self, consumed: int, micro_batch: int) -> Future[Read]:
+    def _ask(self, consumed: int, micro_batch: int) -> Future[PackedBatch]:
         key = (consumed, micro_batch)
         if key not in self._pending_reads:
             self._pending_reads[key] = self.reader.submit(self._read, consumed, micro_batch)
@@ -188,7 +189,7 @@ class MicroBatches:
             return sample
         return rows_of_rank(sample, self.ctx.config.context.order, tokens.index, tokens.size)
 
-    def _read(self, consumed: int, micro_batch: int) -> Read:
+    def _read(self, consumed: int, micro_batch: int) -> PackedBatch:
         readers = self.ctx.mesh.samples
         position = (readers.index + self._exchanged) % readers.size if self._exchanged else readers.index
         ids = sample_ids(consumed, micro_batch, self.size, position, readers.size)
@@ -203,4 +204,4 @@ class MicroBatches:
             # Whole samples are counted, not this rank's rows: one of the ranks that share a sample counts for all.
             for sample in whole:
                 counts.update(self.loss_counts(sample))
-        return Read(packed, counts)
+        return PackedBatch(packed, counts)

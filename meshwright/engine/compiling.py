@@ -21,7 +21,7 @@ from meshwright.spec.model.part import Unit
 # The FLOPs of forward and backward below which a block is small. On a fast device (some 800 TFLOP/s) a smaller block
 # takes less time than the 2 to 3 ms that the host needs to launch its kernels.
 SMALL_BLOCK_FLOP = 2.5e12
-MOST_TOGETHER = 4  # Larger groups save the host little more and take longer to compile.
+MAX_TOGETHER = 4  # Larger groups save the host little more and take longer to compile.
 # The recompile limit. One function runs all kinds of blocks, with and without gradients, for every length that becomes
 # a symbol. Torch's default limit of 8 graphs is soon reached, and exceeding it ends the run.
 GRAPHS = 64
@@ -34,7 +34,7 @@ def blocks_together(ctx: Context, module: nn.Module) -> int:
     that trains alone: then no gradients are sent during backward, and no stage waits while another one compiles. The
     number is chosen so that there are at most as many kinds of groups as kinds of blocks.
     """
-    c, asked = ctx.config, ctx.config.train.compile_together
+    config, asked = ctx.config, ctx.config.train.compile_together
     if not isinstance(module, GraphStage) or asked == 1:
         return 1
     if isinstance(asked, int):
@@ -42,17 +42,17 @@ def blocks_together(ctx: Context, module: nn.Module) -> int:
             fix = "set train.compile_together=1"
             raise UserError(f"train.compile_together={asked} can't take blocks that add to the loss: {fix}")
         return asked
-    if ctx.device.module is None or ctx.layout.world > 1 or module.losses_here or keep_blocks_apart(c):
+    if ctx.device.module is None or ctx.layout.world > 1 or module.losses_here or keep_blocks_apart(config):
         return 1
     blocks = module.compiled_blocks()
     weights = sum(parameter.numel() for block in blocks for parameter in block.parameters()) / max(1, len(blocks))
     # Forward and backward take 6 FLOPs per weight and token.
-    if 6 * weights * c.train.micro_batch * c.model.seq > SMALL_BLOCK_FLOP:
+    if 6 * weights * config.train.micro_batch * config.model.seq > SMALL_BLOCK_FLOP:
         return 1
-    units = model_of(c).blocks
+    units = model_of(config).blocks
     runs = [[units[layer] for layer in run] for run in module.runs_of_layers()]
     kinds = {unit for run in runs for unit in run}
-    fitting = (count for count in range(1, MOST_TOGETHER + 1) if 0 < _kinds_of_groups(runs, count) <= len(kinds))
+    fitting = (count for count in range(1, MAX_TOGETHER + 1) if 0 < _kinds_of_groups(runs, count) <= len(kinds))
     # No count fits a chunk without blocks.
     return max(fitting, default=1)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from meshwright.comm.by_node import ByNode
+from meshwright.comm.by_node import NodeGroups
 from meshwright.comm.mesh import Mesh
 from meshwright.config.memory import Place
 from meshwright.config.sections import Config
@@ -104,7 +104,7 @@ def build_context(
 
 def expert_groups(mesh: Mesh, at: Coordinate) -> ExpertGroups:
     by_node = "ep" in dict(mesh.layout.parts)
-    parts = ByNode(mesh.group(EP_NODE), mesh.group(EP_ACROSS)) if by_node else None
+    parts = NodeGroups(mesh.group(EP_NODE), mesh.group(EP_ACROSS)) if by_node else None
     etp, ep, sequence, cp = (mesh.group(axis) for axis in ("etp", "ep", "tp-cp", "cp"))
     return ExpertGroups(etp, ep, sequence, cp, at.cuts_experts_alike, parts)
 
@@ -116,7 +116,7 @@ def context_groups(mesh: Mesh, config: Config) -> ContextGroups | None:
     """
     grid = config.layout.grid
     if grid is not None and grid.shares(config.train.micro_batch) > 1:
-        return ContextGroups(SHARED_BY, mesh.alone, mesh.group(grid.sharing))
+        return ContextGroups(SHARED_BY, mesh.alone, mesh.group(grid.sharing_axis))
     if config.layout.cp == 1:
         return None
     plan = config.context_plan

@@ -25,7 +25,7 @@ from meshwright.record.companions import tokenizer_of_data
 VOCAB_MULTIPLE = 128
 
 
-class Checked:
+class CheckedDataset:
     """A dataset that checks its token ids.
 
     An embedding sharded over tp silently returns zeros for an id outside the vocabulary.
@@ -60,8 +60,10 @@ class Checked:
 
 
 def masking_of(config: Config) -> Masking:
-    """Return how tokens are masked. The tokenizer of the data, if known, gives the words and special tokens."""
-    m, c, prefix = config.model, config.data.masked, config.data.prefixes[0]
+    """Return the rules of masking. The words and special tokens come from the data's tokenizer, if it is known."""
+    model = config.model
+    c = config.data.masked
+    prefix = config.data.prefixes[0]
     tokenizer = tokenizer_of_data(config.data.prefixes)
     pieces = [] if tokenizer is None else tokenizer.pieces()
     if c.needs_words and not pieces:
@@ -76,18 +78,18 @@ def masking_of(config: Config) -> Masking:
             f"{prefix}.json does not say which tokens there are: set data.masked.specials to the ids of [CLS], [SEP], "
             "[MASK] and [PAD]"
         )
-    if max(specials) >= m.vocab:
+    if max(specials) >= model.vocab:
         raise UserError(
-            f"model.vocab={m.vocab} leaves no room for the special tokens {list(specials)}: set "
+            f"model.vocab={model.vocab} leaves no room for the special tokens {list(specials)}: set "
             f"model.vocab={max(specials) + 1} or more"
         )
     words = word_parts(pieces) if pieces and c.wants_words else None
-    return Masking(m.predictions, c.share, c.ngrams, specials, vocab or m.vocab, words, m.pooler)
+    return Masking(model.predictions, c.share, c.ngrams, specials, vocab or model.vocab, words, model.pooler)
 
 
 def spans_of(config: Config) -> SpanOptions:
-    """Return how spans are taken out for span corruption. The data name the end token unless the config does."""
-    m, d = config.model, config.data
+    """Return the options of span corruption. If the config names no end token, the data's is used."""
+    model, d = config.model, config.data
     known = [read_metadata(prefix) or {} for prefix in d.prefixes]
     ends = {int(metadata["eod"]) for metadata in known if "eod" in metadata} if d.eod < 0 else {d.eod}
     if len(ends) != 1:
@@ -96,14 +98,17 @@ def spans_of(config: Config) -> SpanOptions:
             why = f"the token files end documents with different tokens {sorted(ends)}"
         raise UserError(f"{why}, with which targets end: set data.eod to its id")
     # Sentinels count down from the first one, so by default they are the last ids of the vocabulary.
-    first = m.vocab - 1 if d.spans.sentinel < 0 else d.spans.sentinel
-    options = SpanOptions(m.seq, m.t5.decoder_seq, d.spans.share, d.spans.mean, first, m.t5.start, ends.pop())
-    if first >= m.vocab:
-        raise UserError(f"data.spans.sentinel={first} is no token of model.vocab={m.vocab}: use one below that")
+    first = model.vocab - 1 if d.spans.sentinel < 0 else d.spans.sentinel
+    options = SpanOptions(
+        model.seq, model.t5.decoder_seq, d.spans.share, d.spans.mean, first, model.t5.start, ends.pop()
+    )
+    if first >= model.vocab:
+        raise UserError(f"data.spans.sentinel={first} is no token of model.vocab={model.vocab}: use one below that")
     used = max((int(metadata["vocab_size"]) for metadata in known if "vocab_size" in metadata), default=0)
     if d.spans.sentinel < 0 and used > options.last_sentinel:
         raise UserError(
-            f"model.vocab={m.vocab} leaves no room for {options.spans} sentinels above the {used} tokens of the data: "
+            f"model.vocab={model.vocab} leaves no room for {options.spans} sentinels above the {used} tokens of "
+            "the data: "
             f"set model.vocab={used + options.spans} or more, or data.spans.sentinel where the tokenizer has its own"
         )
     if options.last_sentinel < 0:
@@ -116,7 +121,9 @@ def blank_specials(config: Config, tokenizer: Tokenizer | None) -> tuple[int, ..
 
     They are the config's, or else the five ids after the last one of the tokenizer.
     """
-    m, b, prefix = config.model, config.data.blanks, config.data.prefixes[0]
+    model = config.model
+    b = config.data.blanks
+    prefix = config.data.prefixes[0]
     used = 0 if tokenizer is None else len(tokenizer.pieces())
     used = used or int((read_metadata(prefix) or {}).get("vocab_size", 0))
     specials = b.specials or (tuple(range(used, used + len(BLANK_SPECIALS))) if used else ())
@@ -125,23 +132,23 @@ def blank_specials(config: Config, tokenizer: Tokenizer | None) -> tuple[int, ..
         raise UserError(
             f"{prefix}.json does not say which tokens there are: set data.blanks.specials to the ids of {names}"
         )
-    if max(specials) >= m.vocab:
+    if max(specials) >= model.vocab:
         raise UserError(
-            f"model.vocab={m.vocab} leaves no room for the special tokens {list(specials)}: set "
+            f"model.vocab={model.vocab} leaves no room for the special tokens {list(specials)}: set "
             f"model.vocab={max(specials) + 1} or more"
         )
     return specials
 
 
 def blanks_of(config: Config) -> BlankOptions:
-    """Return how blanks are made for blank infilling (GLM)."""
+    """Return the options of blank infilling (GLM)."""
     m, b = config.model, config.data.blanks
     specials = blank_specials(config, tokenizer_of_data(config.data.prefixes))
     options = BlankOptions(
         m.seq, b.short, b.share, b.mean, b.least, specials, bool(m.token_types), b.instructions, b.instruction_share
     )
-    if options.added >= m.seq // 2:
-        raise UserError(f"model.seq={m.seq} is too short for up to {options.added // 2} blanks: raise it")
+    if options.added_tokens >= m.seq // 2:
+        raise UserError(f"model.seq={m.seq} is too short for up to {options.added_tokens // 2} blanks: raise it")
     return options
 
 
@@ -153,13 +160,13 @@ def datasets_of(config: Config) -> tuple[Any, Any, Any]:
     d = config.data
     options = SampleOptions(d.eod if d.eod >= 0 else None, d.mask_eod, d.reset_positions, d.reset_attention)
     if config.objective_facts.packed:
-        return _checked(config, packed_of(config))
+        return _check_vocabulary(config, packed_of(config))
     if held := [prefix for prefix in d.prefixes if is_chat(prefix)]:
         raise UserError(f"{held[0]} holds conversations, whose loss is masked: set data.objective=chat or preference")
     makers: dict[str, Callable[[Config], Any]] = {"masked": masking_of, "spans": spans_of, "blanks": blanks_of}
     made: list[Any] = [maker(config) if name == config.objective else None for name, maker in makers.items()]
     settings = (config.model.seq, config.train.seed, options, d.draw_split, *made)
-    return _checked(config, build_datasets(d.prefixes, d.weights or None, d.split, *settings))
+    return _check_vocabulary(config, build_datasets(d.prefixes, d.weights or None, d.split, *settings))
 
 
 def packed_of(config: Config) -> list[PackedStream | None]:
@@ -185,7 +192,7 @@ def unused_tokens(config: Config, data: Any) -> str:
     return f"the data use {needed:,} of the model's {vocab:,} tokens: the others are never trained (model.vocab)"
 
 
-def _checked(config: Config, parts: Sequence[Any]) -> tuple[Any, Any, Any]:
+def _check_vocabulary(config: Config, parts: Sequence[Any]) -> tuple[Any, Any, Any]:
     assert parts[0] is not None
     needed = parts[0].vocab_needed
     if needed is not None and needed > config.model.vocab:
@@ -193,4 +200,4 @@ def _checked(config: Config, parts: Sequence[Any]) -> tuple[Any, Any, Any]:
             f"model.vocab={config.model.vocab} is too small for the data, whose tokenizer has {needed} tokens: "
             f"set model.vocab={needed} or more"
         )
-    return tuple(part if part is None else Checked(part, config.model.vocab) for part in parts)  # type: ignore[return-value]
+    return tuple(part if part is None else CheckedDataset(part, config.model.vocab) for part in parts)  # type: ignore[return-value]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from meshwright.comm.group import Group, Pending
-from meshwright.engine.output import LOSS, Totals, as_output
+from meshwright.engine.output import LOSS, Totals, to_output
 from meshwright.errors import UserError
 from meshwright.models.stage import stage_of
 from meshwright.nn.random import Streams
@@ -29,7 +29,7 @@ from meshwright.spec.schedule.table import MEANING, RECEIVES, SENDS, SHARDING, A
 from meshwright.spec.schedule.trace import Recorder, span_name
 
 Named = dict[str, Tensor]
-ForwardStep = Callable[[nn.Module, Named, Named], Any]  # Returns anything that `as_output` accepts.
+ForwardStep = Callable[[nn.Module, Named, Named], Any]  # Returns anything that `to_output` accepts.
 
 # The most sends in flight. Each holds its tensor in memory until it is done. The tables run without deadlock even if
 # every send blocks until its receive, so waiting for the oldest send is always safe.
@@ -96,12 +96,15 @@ class Executor:
         pp_back: Group | None = None,
     ) -> None:
         """Create an executor. `pp_back`: the group for gradients, if they are not sent over `pp` like activations."""
-        self.modules, self.pp, self.forward_step = list(modules), pp, forward_step
+        self.modules = list(modules)
+        self.pp = pp
+        self.forward_step = forward_step
         self.pipes = {1: pp, -1: pp if pp_back is None else pp_back}  # by direction: 1 forward, -1 backward
         self.stages = [stage_of(module) for module in modules]
         self.streams, self.shares, self.compiled = streams, shares, compiled
         self.in_flight = SENDS_IN_FLIGHT if overlaps else 0
-        self.rank, self.ledger = max(0, pp.index), pp.ledger
+        self.rank = max(0, pp.index)
+        self.ledger = pp.ledger
         self.done: list[Action] = []  # the finished actions of the last run, in order
         self.recorder: Recorder | None = None  # set while a step is traced
 
@@ -146,8 +149,12 @@ class _Run:
             self.share(action, following)
             return
         direction = SENDS.get(action.op) or RECEIVES.get(action.op)
-        name = MEANING[action.op].phase if direction is None else "forward" if direction > 0 else "backward"
-        data_before, begin = self.totals.seconds["data"], time.perf_counter()
+        if direction is None:
+            name = MEANING[action.op].phase
+        else:
+            name = "forward" if direction > 0 else "backward"
+        data_before = self.totals.seconds["data"]
+        begin = time.perf_counter()
         with self._phase(name), self.executor.ledger.layer(None):
             self._do(action)
         # Loading a batch within this action is booked as data, not as compute.
@@ -162,7 +169,7 @@ class _Run:
         span, name = self.executor.span, span_name(action)
         args = {"micro_batch": action.micro_batch, "chunk": action.chunk}
         if action.op in self.compute:
-            received = self._received(action)
+            received = self._wait_for_inputs(action)
             if MEANING[action.op].direction > 0:
                 self.load(action.micro_batch)
             with span("compute", name, **args):
@@ -174,7 +181,8 @@ class _Run:
             self.receive(action)
 
     def share(self, action: Action, following: Action | None) -> None:
-        shares, begin = self.executor.shares, time.perf_counter()
+        shares = self.executor.shares
+        begin = time.perf_counter()
         assert shares is not None, f"{action} needs a `shares` object that shards weights"
         with self.executor.span("step", f"{action.op.value} of chunk {action.chunk}"):
             if action.op is Op.GATHER:
@@ -210,7 +218,8 @@ class _Run:
         return batch
 
     def forward(self, action: Action, received: Named) -> None:
-        e, key = self.executor, (action.micro_batch, action.chunk)
+        e = self.executor
+        key = (action.micro_batch, action.chunk)
         if self.training:
             # Received tensors become leaves of the graph, whose gradients are sent back after backward.
             for name, x in received.items():
@@ -224,7 +233,7 @@ class _Run:
             e.streams.seed_default()
         stage.announce(self.seeds.announced if self.training else None)
         with torch.set_grad_enabled(self.training):
-            result = as_output(e.forward_step(module, batch, received))
+            result = to_output(e.forward_step(module, batch, received))
         # Units show their outputs to their marks themselves; a chunk without units has one mark.
         if self.training and (mark := getattr(module, MARK, None)) is not None:
             for x in (*result.tensors.values(), *(term.sum for term in result.terms)):
@@ -271,7 +280,7 @@ class _Run:
         shares = self.executor.shares
         assert shares is not None, f"{action} needs a `shares` object that takes weight gradients"
         deferred = self.deferred[action.micro_batch, action.chunk] = Deferred(self.executor.compiled)
-        with shares.sinks.deferring(deferred):
+        with shares.sinks.defer_to(deferred):
             self.backward(action, received)
 
     def weight_grad(self, action: Action, received: Named) -> None:
@@ -300,7 +309,7 @@ class _Run:
             for output in self.outputs[key].values():
                 output.tensor = None
 
-    def _received(self, action: Action) -> Named:
+    def _wait_for_inputs(self, action: Action) -> Named:
         """Wait for the tensors that a compute takes from the neighbouring stage, and return them."""
         key = (MEANING[action.op].direction, action.micro_batch, action.chunk)
         tensors, pendings = self.arriving.pop(key, ({}, []))
@@ -336,7 +345,7 @@ class _Run:
             graded = {name: x for name, x in outputs if self._is_graded(action.chunk, name, x.dtype)}
             buffers = {name: x.empty_gradient() for name, x in graded.items()}
         # On NCCL a posted receive is a kernel that occupies multiprocessors until the tensor arrives, so these
-        # communicators use few thread blocks (`comm.communicators.MOST_BLOCKS`). Posting later would free those too,
+        # communicators use few thread blocks (`comm.communicators.MAX_BLOCKS`). Posting later would free those too,
         # but then the transfer could not overlap with this rank's compute.
         pendings = [e.pipes[direction].receive(x, action.peer) for _, x in sorted(buffers.items())]
         self.arriving[direction, action.micro_batch, action.chunk] = (buffers, pendings)

@@ -39,5 +39,5 @@ class Watcher(Protocol):
     def finished(self) -> None: ...
 
 
-class WentBack(Exception):  # noqa: N818 (not an error: the run continues from there)
+class RolledBack(Exception):  # noqa: N818 (not an error: the run continues from there)
     """Raised when the trainer has been rolled back to an earlier step."""

@@ -46,10 +46,10 @@ class Normalisation:
     counts: Mapping[str, float] | None = None
     blocks: Mapping[str, int] = field(default_factory=dict)
 
-    def seed(self, name: str) -> float:
+    def gradient_factor(self, name: str) -> float:
         """Return the factor of a term's sum in the stored gradient. A term with a count of 0 contributes nothing."""
         if name in self.blocks:
-            return self.seed(LOSS) / self.blocks[name]
+            return self.gradient_factor(LOSS) / self.blocks[name]
         if self.counts is None:
             if name != LOSS:
                 raise UserError(f"the loss's term '{name}' is not declared: {_DECLARE}")
@@ -61,7 +61,7 @@ class Normalisation:
     def seeds(self) -> Seeds:
         known = self.counts is None or LOSS in self.counts
         # A seed of 0 is not announced, because a gradient of zeros looks like a missing one.
-        return Seeds(self.seed, (self.seed(LOSS) or None) if known else None)
+        return Seeds(self.gradient_factor, (self.gradient_factor(LOSS) or None) if known else None)
 
     def count(self, tokens: float) -> float:
         """Return the divisor of the stored gradient apart from the weight, or 0 if nothing was counted."""
@@ -175,7 +175,7 @@ class Sums:
                 )
 
 
-class Gate:
+class UpdateGate:
     """Holds back the update of a step whose loss or gradient norm is above a bound or, with `nonfinite`, not finite.
 
     Later steps that were launched before the host knew are held back too, so that the weights stay as they were before

@@ -38,7 +38,7 @@ class Mark(NamedTuple):
     norm: Tensor
 
 
-class Found(NamedTuple):
+class MarkPlace(NamedTuple):
     """A mark without its norm, as it is sent to the other ranks."""
 
     direction: str
@@ -118,7 +118,7 @@ class Marks:
         self._joined: dict[str, str] = {}  # the common name of units that run as one graph, by the first one's name
         for place in unit_places(ctx, modules):
             self._names[place.unit] = place.name
-            setattr(place.unit, MARK, partial(self._passed, place.order, place.name, place.following))
+            setattr(place.unit, MARK, partial(self._record_outputs, place.order, place.name, place.following))
         for chunk in chunk_places(ctx, modules):
             setattr(chunk.unit, MARK_SENT_BACK, partial(self._came_back, chunk.order, chunk.following))
 
@@ -127,7 +127,7 @@ class Marks:
         self.steps = {number: marks for number, marks in self.steps.items() if number == step - 1}
         self._now = self.steps[step] = []
 
-    def _passed(self, order: int, name: str, following: str, passed: Any, first: nn.Module) -> None:
+    def _record_outputs(self, order: int, name: str, following: str, passed: Any, first: nn.Module) -> None:
         """Record the output of a unit, or of several units from `first` to this one that ran as one graph."""
         begin = self._names[first]
         name = self._joined[begin] = name if begin == name else f"{begin} to {name}"
@@ -148,11 +148,11 @@ class Marks:
         name = names[0] if len(names) == 1 else f"{names[-1]} to {names[0]}"
         self._now.append(Mark(WEIGHTS, bucket.index, name, -1, _norm(grads)))
 
-    def not_finite(self, marks: Sequence[Mark]) -> Found | None:
+    def not_finite(self, marks: Sequence[Mark]) -> MarkPlace | None:
         """Return the first mark whose norm is not finite, or None."""
         return _first(m for m, norm in zip(marks, _read(marks), strict=True) if not math.isfinite(norm))
 
-    def differing(self, marks: Sequence[Mark], again: Sequence[Mark]) -> Found | None:
+    def first_difference(self, marks: Sequence[Mark], again: Sequence[Mark]) -> MarkPlace | None:
         """Return the first mark whose norm differed when the step was computed again, or None."""
         # Marks are matched by position, which needs equal numbers.
         if len(marks) != len(again):
@@ -171,6 +171,6 @@ def _read(marks: Sequence[Mark]) -> list[float]:
     return torch.stack([mark.norm.double() for mark in marks]).tolist() if marks else []
 
 
-def _first(marks: Iterable[Mark]) -> Found | None:
-    found = [Found(*mark[:4]) for mark in marks]
+def _first(marks: Iterable[Mark]) -> MarkPlace | None:
+    found = [MarkPlace(*mark[:4]) for mark in marks]
     return min(found, key=lambda mark: mark.sooner, default=None)

@@ -20,7 +20,7 @@ from meshwright.engine.context import Context
 from meshwright.engine.output import Totals
 
 
-class Summing(NamedTuple):
+class PendingSums(NamedTuple):
     """Sums in flight: of the monitored values and of their counts."""
 
     names: tuple[str, ...]
@@ -43,11 +43,11 @@ class Monitored:
         """Return True if this rank has a value whose name the other ranks don't know."""
         return not set(totals.monitored) <= set(self.names)
 
-    def begin(self, totals: Totals) -> Summing | None:
+    def begin(self, totals: Totals) -> PendingSums | None:
         """Begin to sum the values of the known names. Return None if there are no names."""
-        return Summing(self.names, self._sum(totals, self.names)) if self.names else None
+        return PendingSums(self.names, self._sum(totals, self.names)) if self.names else None
 
-    def learn(self, totals: Totals, begun: Summing | None) -> Summing:
+    def learn(self, totals: Totals, begun: PendingSums | None) -> PendingSums:
         """Exchange names between all ranks, and sum the values of this step that `begun` does not include.
 
         All ranks must call it together. `begun` may lack names that are known by now: the step after one with a new
@@ -57,7 +57,7 @@ class Monitored:
             gathered = gather_bytes(self.ctx.mesh.world, json.dumps(sorted(totals.monitored)).encode(), self.ctx)
             self.names = tuple(sorted({name for text in gathered for name in json.loads(text)}.union(self.names)))
             rest = tuple(name for name in self.names if begun is None or name not in begun.names)
-            return Summing(rest, self._sum(totals, rest))
+            return PendingSums(rest, self._sum(totals, rest))
 
     def _sum(self, totals: Totals, names: Sequence[str]) -> Download:
         """Sum values and counts over the world.

@@ -31,7 +31,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Share:
+class Ratio:
     """A monitored value that is a ratio, such as an accuracy. Its `count` may differ between micro-batches."""
 
     sum: Number
@@ -47,7 +47,7 @@ class StageOutput:
     monitored: Mapping[str, Any] = field(default_factory=dict)
 
 
-def as_output(result: Any) -> StageOutput:
+def to_output(result: Any) -> StageOutput:
     """Convert the return value of `forward_step` to a StageOutput.
 
     Its short forms are a dict of tensors to pass on, and a tuple (loss sum, count, monitored values).
@@ -75,7 +75,8 @@ class TermTotal:
 
     def add(self, term: Term) -> None:
         value = term.sum.detach().double()
-        self.sum, self.weighted = self.sum + value, self.weighted + (value if term.weight == 1 else term.weight * value)
+        self.sum = self.sum + value
+        self.weighted = self.weighted + (value if term.weight == 1 else term.weight * value)
         self.count = self.count + _wide(term.count)
 
 
@@ -92,7 +93,7 @@ class Totals:
         for term in output.terms:
             self.terms[term.name].add(term)
         for name, value in output.monitored.items():
-            share = value if isinstance(value, Share) else Share(value, 1.0)
+            share = value if isinstance(value, Ratio) else Ratio(value, 1.0)
             self.monitored[name] = self.monitored[name] + _wide(share.sum)
             self.times[name] = self.times[name] + _wide(share.count)
 

@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from meshwright.config.load import GivenConfig, config_from, merged, read_sections
+from meshwright.config.load import GivenConfig, config_from, merge_sections, read_sections
 from meshwright.config.precision import PRECISIONS
 from meshwright.config.sections import Config
 from meshwright.device import PRECISION_DTYPES
@@ -28,12 +28,12 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {"layers": 1, "hidden": 1, "heads": 1, "vocab": 1, "seq": 1, "position": "none"},
     "data": {"prefixes": ["given"]},
 }
-GIVEN = Init("given")  # the init in the records that a foreign model's parameters get
+PRESET_INIT = Init("given")  # the init in the records that a foreign model's parameters get
 AUTOCAST = ("bf16", "fp16")  # the precisions in which torch.autocast can compute a model with float32 weights
 
 
 def config_of_program(given: GivenConfig, sections: Mapping[str, type] | None = None) -> Config:
-    """Return the config of a program that has a model and data of its own. Sizes of models and files of data that it
+    """Return the config of a program that brings its model and data. Sizes of models and files of data that it
     does not state get values without an effect, with one block for each stage of the pipeline."""
     if isinstance(given, Config):
         return given
@@ -43,10 +43,10 @@ def config_of_program(given: GivenConfig, sections: Mapping[str, type] | None = 
     if isinstance(model, Mapping) and isinstance(layout, Mapping):
         stages = [layout.get(key, 1) for key in ("pp", "chunks")]
         blocks = math.prod(count for count in stages if isinstance(count, int))
-        defaults = merged(OWN_DEFAULTS, {"model": {"layers": max(1, blocks)}})
+        defaults = merge_sections(OWN_DEFAULTS, {"model": {"layers": max(1, blocks)}})
         if {"preset", "hf"} & model.keys():
             defaults = defaults | {"model": {}}
-    return config_from(merged(defaults, raw), sections)
+    return config_from(merge_sections(defaults, raw), sections)
 
 
 def own_facts(modules: Sequence[nn.Module]) -> dict[str, Any]:
@@ -63,22 +63,24 @@ def own_facts(modules: Sequence[nn.Module]) -> dict[str, Any]:
 def is_own(module: nn.Module) -> bool:
     """Return True if no parameter has a record of how it is sharded, so that every rank computes the whole module."""
     records = [record_of(parameter) for parameter in module.parameters()]
-    return bool(records) and all(record is None or record.init == GIVEN for record in records)
+    return bool(records) and all(record is None or record.init == PRESET_INIT for record in records)
 
 
 def check_own(ctx: Context, module: nn.Module) -> None:
     """Refuse settings that would silently have no effect on a user's model, or repeat its work on several ranks."""
-    c = ctx.config
+    config = ctx.config
     name = type(module).__name__
     for axis in ("tp", "cp"):
-        if (ranks := getattr(c.layout, axis)) > 1:
+        if (ranks := getattr(config.layout, axis)) > 1:
             raise UserError(
                 f"layout.{axis}={ranks} would have every rank compute all of {name}, whose parameters have no records: "
                 f"set layout.{axis}=1, or give them records (meshwright.spec.layout.params)"
             )
-    if not _is_cast(ctx, module) and (c.train.precision not in AUTOCAST or c.layout.pp * c.layout.chunks > 1):
+    if not _is_cast(ctx, module) and (
+        config.train.precision not in AUTOCAST or config.layout.pp * config.layout.chunks > 1
+    ):
         raise UserError(
-            f"train.precision={c.train.precision} can't be applied to {name}, whose parameters have "
+            f"train.precision={config.train.precision} can't be applied to {name}, whose parameters have "
             "another dtype: convert it in the model provider (module.to(...), and what it receives), or set "
             "train.precision=fp32"
         )

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config.sections import Config
-from meshwright.config.tune import BETTER, TuneConfig
-from meshwright.engine.output import LOSS, Share, StageOutput, Term
+from meshwright.config.tune import PREFERENCE_ACCURACY, TuneConfig
+from meshwright.engine.output import LOSS, Ratio, StageOutput, Term
 from meshwright.models.graph_stage import GraphStage
 from meshwright.nn.adapters.adapters import without_adapters
 from meshwright.nn.answers import AnswerLogps
@@ -100,29 +100,30 @@ def preference_output(
         assert isinstance(reference, dict)
         return StageOutput(answers | {reference_of(name): x for name, x in reference.items()})
     reference_logps = reference.sums if isinstance(reference, AnswerLogps) else torch.zeros_like(answers.sums)
-    loss_function = _judged if config.tune.judges_each else _paired
+    loss_function = _kto_loss if config.tune.judges_each else _paired_loss
     losses, present, monitored = loss_function(answers, reference_logps, config.tune)
     total, count = torch.where(present, losses, 0.0).sum(), present.sum()
     if module.tokens.index > 0:
         # The value becomes zero, so that the loss is counted once, but the gradient remains.
-        total, count = total - total.detach(), torch.zeros_like(count)
+        total = total - total.detach()
+        count = torch.zeros_like(count)
     return StageOutput({}, [Term(LOSS, total, count)], monitored)
 
 
 # Losses, a mask of the entries that exist (samples have different numbers of answers), and monitored values.
-Judged = tuple[Tensor, Tensor, dict[str, Share]]
+PreferenceLoss = tuple[Tensor, Tensor, dict[str, Ratio]]
 
 
-def _judged(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> Judged:
+def _kto_loss(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> PreferenceLoss:
     present = answers.counts > 0
     return kto(Answer(answers.sums, reference_logps, answers.counts), answers.good, present, tune), present, {}
 
 
-def _paired(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> Judged:
+def _paired_loss(answers: AnswerLogps, reference_logps: Tensor, tune: TuneConfig) -> PreferenceLoss:
     logps, references, counts = (x.view(len(x), -1, 2) for x in (answers.sums, reference_logps, answers.counts))
     present = (counts > 0).all(2)
     # A missing pair is replaced by answers of one token with probability 1/2, so that no gradient becomes infinite.
     logps = torch.where(present[..., None], logps, -0.7)
     chosen, rejected = (Answer(logps[..., n], references[..., n], counts[..., n].clamp(min=1.0)) for n in (0, 1))
-    better = Share(((chosen.ratio > rejected.ratio) & present).sum(), present.sum())
-    return PAIRED[tune.loss](chosen, rejected, tune), present, {BETTER: better}
+    better = Ratio(((chosen.ratio > rejected.ratio) & present).sum(), present.sum())
+    return PAIRED[tune.loss](chosen, rejected, tune), present, {PREFERENCE_ACCURACY: better}

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.config.tune import BETTER
+from meshwright.config.tune import PREFERENCE_ACCURACY
 from meshwright.engine.output import LOSS
 from meshwright.record.rank_figures import RankFigures
 from meshwright.spec.traffic.counts import LEARNED
@@ -80,12 +80,12 @@ class StepResult:
                 values[name] = max(self.experts[key])
         if self.experts.get("dropped"):
             values["dropped"] = self.experts["dropped"]
-        values |= {name: value for name, value in self.monitored.items() if name != BETTER}
+        values |= {name: value for name, value in self.monitored.items() if name != PREFERENCE_ACCURACY}
         if "scale" in self.noise:
             values["noise scale"] = self.noise["scale"]
         words = [f"{name} {value:.4g}" for name, value in values.items()]
-        if BETTER in self.monitored:
-            likelier = round(self.monitored[BETTER] * self.counted)
+        if PREFERENCE_ACCURACY in self.monitored:
+            likelier = round(self.monitored[PREFERENCE_ACCURACY] * self.counted)
             words.append(f"{likelier} of {self.counted} chosen answers likelier")
         return words
 

@@ -18,15 +18,23 @@ from torch import Tensor, nn
 
 from meshwright.config.sections import Config
 from meshwright.config.step_schedules import global_batch, learning_rate
-from meshwright.data.given import iterated
+from meshwright.data.given import iterator_behind
 from meshwright.device import PRECISION_DTYPES, Device, Download
 from meshwright.engine.balance import ExpertBalance
-from meshwright.engine.batches import Dataset, MicroBatches, Picked, by_source
+from meshwright.engine.batches import Dataset, MicroBatches, SampleSubset, by_source
 from meshwright.engine.context import Context, compiles, is_host
 from meshwright.engine.executor import Executor
-from meshwright.engine.losses import Gate, Normalisation, StepSums, Sums, declared_counts, sums_of_step, sums_over_world
+from meshwright.engine.losses import (
+    Normalisation,
+    StepSums,
+    Sums,
+    UpdateGate,
+    declared_counts,
+    sums_of_step,
+    sums_over_world,
+)
 from meshwright.engine.marks import Marks
-from meshwright.engine.monitor import Monitored, Summing
+from meshwright.engine.monitor import Monitored, PendingSums
 from meshwright.engine.noise import NoiseScale
 from meshwright.engine.optim.exchange import MatrixExchange
 from meshwright.engine.optim.flat import FlatOptimizer
@@ -41,7 +49,7 @@ from meshwright.engine.sharding.buffers import EMA, FlatBuffer, SideState, State
 from meshwright.engine.sharding.compression.make import gradient_sums, replica_sums
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.sharding.reducers import Reducer
-from meshwright.engine.stream_waits import Exposure, SampledWaits
+from meshwright.engine.stream_waits import SampledWaits, StepWaits
 from meshwright.errors import UserError
 from meshwright.models.stage import LossCounts, stage_of
 from meshwright.record.rank_figures import RankFigures, check_opened, process_peak_bytes
@@ -58,7 +66,7 @@ ForwardStep = Callable[[Context, nn.Module, dict[str, Tensor], dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedStep:
     """A launched step that the device may still be working on.
 
     `Trainer.read` fills in the numbers of `result` that the device computes.
@@ -72,7 +80,7 @@ class Launched:
     own: Download  # over the ranks of one replica
     held: Download | None  # Positive if the gate held the update back; None if the gate is off.
     counts: Download
-    monitored: Summing | None
+    monitored: PendingSums | None
     balance: Download | None
     noise: Download | None
 
@@ -104,7 +112,7 @@ def batches_by_source(
     sources = by_source(data, validation_samples(ctx.config))
     if len(sources) < 2:
         return {}
-    return {name: MicroBatches(ctx, Picked(data, numbers), fields, reader) for name, numbers in sources.items()}
+    return {name: MicroBatches(ctx, SampleSubset(data, numbers), fields, reader) for name, numbers in sources.items()}
 
 
 class Trainer:
@@ -161,12 +169,12 @@ class Trainer:
         self.blocks = {term.name: count for module in modules for term, count in stage_of(module).losses}
         self.terms = (*self.declared_terms, *self.blocks)
         self.balance = ExpertBalance(ctx, self.modules, parallel)
-        self.monitored = Monitored(ctx, config.monitored)
+        self.monitored = Monitored(ctx, config.monitored_names)
         self.noise = NoiseScale(ctx, parallel) if config.run.noise_scale else None
         self.step_number, self.consumed, self._read_at = 0, 0, 0.0
         self.before_update: Callable[[], object] = lambda: None
         self.before_step: Callable[[], object] = lambda: None
-        self.gate = Gate(len(self.terms))
+        self.gate = UpdateGate(len(self.terms))
         self.marks: Marks | None = None
         timer = ctx.device.stream_timer()
         self.sampled = None if timer is None else SampledWaits(timer, ctx.ledger)
@@ -183,7 +191,8 @@ class Trainer:
 
     def _samples(self, consumed: int) -> range:
         """Return the samples, by number, that this rank's replica trains on in the step that begins at `consumed`."""
-        samples, replicas = global_batch(self.ctx.config, consumed), self.ctx.layout.replicas
+        samples = global_batch(self.ctx.config, consumed)
+        replicas = self.ctx.layout.replicas
         part = self.ctx.config.train.local.parts(samples, replicas)[self.ctx.mesh.replica]
         return range(consumed + part.start, consumed + part.stop)
 
@@ -202,7 +211,8 @@ class Trainer:
 
         Returns the sums of the outputs, and the normalisation that turns the stored gradients into the true ones.
         """
-        samples, count = global_batch(self.ctx.config, self.consumed), self.micro_batches
+        samples = global_batch(self.ctx.config, self.consumed)
+        count = self.micro_batches
         normalisation = self._normalisation(samples, count)
         # `train()` visits every submodule, so it is called only after a validation.
         for module in (module for module in self.modules if not module.training):
@@ -222,7 +232,7 @@ class Trainer:
         return totals, normalisation
 
     def _normalisation(self, samples: int, micro_batches: int) -> Normalisation:
-        """Return how the gradients of the next step are normalised.
+        """Return the normalisation of the next step's gradients.
 
         The count of an undeclared term is known only after backward. Its gradient is stored with the weight
         loss scale / nominal tokens, so that it has about its true size.
@@ -242,7 +252,7 @@ class Trainer:
         """
         return self.read(self.launch(stop_requested))
 
-    def launch(self, stop_requested: bool = False, save_requested: bool = False) -> Launched:
+    def launch(self, stop_requested: bool = False, save_requested: bool = False) -> LaunchedStep:
         """Run a whole step except reading its numbers. If `runs_ahead`, the host never waits for the device here."""
         begin = time.perf_counter()
         config, ledger = self.ctx.config, self.ctx.ledger
@@ -256,7 +266,8 @@ class Trainer:
         # The expert balance changes the routers' biases, which a checkpoint save may still be copying.
         self.before_update()
         with ledger.phase("optimizer"), self.executor.span("step", "norm and loss"):
-            squares, divided = self.data_parallel.square_sum(), normalisation.counts is not None
+            squares = self.data_parallel.square_sum()
+            divided = normalisation.counts is not None
             sums = sums_of_step(self.ctx, totals, self.terms, squares, divided)
             monitored = self.monitored.begin(totals)
             passed, held = self.gate.pass_on(sums, normalisation)
@@ -287,7 +298,9 @@ class Trainer:
         asks += SAVE * int(save_requested and self.writes)
         counts = self._count(totals.seconds, asks, time.perf_counter() - begin)
         was_held = None if held is None else self.ctx.device.download(held.view(1))
-        return Launched(result, begin, totals, normalisation, read, own, was_held, counts, monitored, balance, noise)
+        return LaunchedStep(
+            result, begin, totals, normalisation, read, own, was_held, counts, monitored, balance, noise
+        )
 
     def _update(self, lr: float, sums: StepSums, held: Tensor | None, normalisation: Normalisation) -> float:
         """Make one update and return the seconds that the host waited for the sums.
@@ -295,7 +308,9 @@ class Trainer:
         There is no update if it is held back, if the gradient is not finite, or if nothing was counted. Either all
         replicas make an update or none does.
         """
-        weight, clip, terms = normalisation.weight, self.ctx.config.train.clip, len(self.terms)
+        weight = normalisation.weight
+        clip = self.ctx.config.train.clip
+        terms = len(self.terms)
         # A replica scales by its own sums, but the sums of all replicas decide whether there is an update.
         vectors = sums[:1] if sums.own is sums.all else sums[:2]
         if self.runs_ahead:
@@ -323,7 +338,8 @@ class Trainer:
 
     def take_back(self, result: StepResult) -> None:
         """Return to the position before this step, whose update was held back."""
-        self.step_number, self.consumed = result.step - 1, result.consumed
+        self.step_number = result.step - 1
+        self.consumed = result.consumed
 
     @property
     def late(self) -> bool:
@@ -335,7 +351,7 @@ class Trainer:
         """True if the host can continue before it knows this step's numbers; a dynamic loss scale needs them first."""
         return self.optimizer.on_device and not self.loss_scale.active
 
-    def read(self, launched: Launched) -> StepResult:
+    def read(self, launched: LaunchedStep) -> StepResult:
         """Wait until the device has finished a launched step, and return its result."""
         result, normalisation = launched.result, launched.normalisation
         sums = Sums.read(launched.sums.read(), self.terms)
@@ -394,8 +410,8 @@ class Trainer:
             mesh.world.all_reduce(vector)
         return self.ctx.device.download(vector)
 
-    def _exposure(self, elapsed: float, seconds: Mapping[str, float]) -> Exposure:
-        """Return how long this rank computed and waited.
+    def _exposure(self, elapsed: float, seconds: Mapping[str, float]) -> StepWaits:
+        """Return the times for which this rank computed and waited.
 
         On an accelerator the stream waits and not the host, so the figures are those of an earlier, timed step; between
         timed steps they are zero.
@@ -403,11 +419,11 @@ class Trainer:
         ledger = self.ctx.ledger
         read = max(0, int((seconds.get("data", 0.0) - ledger.waited_in["data"]) * 1e6))
         if self.sampled is not None:
-            return self.sampled.end_step(read) or Exposure({}, 0, read)
+            return self.sampled.end_step(read) or StepWaits({}, 0, read)
         waited = {axis: int(s * 1e6) for axis, s in ledger.waited.items()}
-        return Exposure(waited, int(elapsed * 1e6) - sum(waited.values()), read)
+        return StepWaits(waited, int(elapsed * 1e6) - sum(waited.values()), read)
 
-    def _own_counts(self, exposure: Exposure) -> list[int]:
+    def _own_counts(self, exposure: StepWaits) -> list[int]:
         """Return the figures of this rank that RANK_COUNTS names."""
         on_device = self.ctx.device.peak_bytes()
         peak = process_peak_bytes() if on_device is None else on_device
@@ -416,13 +432,16 @@ class Trainer:
 
     def _read_counts(self, result: StepResult, numbers: list[int]) -> bool:
         """Fill in the result from the summed counts. Return True if any rank monitors a value under a new name."""
-        mesh, axes, width = self.ctx.mesh, self.ctx.layout.step_groups(), len(COUNTS)
+        mesh = self.ctx.mesh
+        axes = self.ctx.layout.step_groups()
+        width = len(COUNTS)
         for i, axis in enumerate(axes):
             counts = dict(zip(COUNTS, numbers[width * i : width * (i + 1)], strict=True))
             if counts["calls"]:
                 result.comm[axis] = counts
         rest = numbers[width * len(axes) : -1]
-        means, own = [n / 1e6 / mesh.world.size for n in rest], len(axes) + len(PHASES)
+        means = [n / 1e6 / mesh.world.size for n in rest]
+        own = len(axes) + len(PHASES)
         result.exposed_s = {axis: mean for axis, mean in zip(axes, means, strict=False) if mean}
         result.phases = dict(zip(PHASES, means[len(axes) : own], strict=True))
         check_opened(rest[own:], mesh.layout, result.step)
@@ -449,7 +468,7 @@ class Trainer:
         if self.optimizer.config.ema:
             counters[EMA] = self.optimizer.averaged
         counters |= self.data_parallel.reducer.counters()
-        if (data := iterated(self.train_batches.dataset)) is not None:
+        if (data := iterator_behind(self.train_batches.dataset)) is not None:
             counters[DATA] = data.state_before(self.consumed)
         return counters if self.outer is None else {**counters, **self.outer.counters()}
 
@@ -459,7 +478,7 @@ class Trainer:
         self.optimizer.updates = int(counters["updates"])
         self.optimizer.averaged = int(counters.get(EMA) or 0)
         self.data_parallel.reducer.restore(counters)
-        if (data := iterated(self.train_batches.dataset)) is not None:
+        if (data := iterator_behind(self.train_batches.dataset)) is not None:
             # On the thread that reads samples, which may be reading one ahead.
             begin = partial(data.begin_at, consumed, str(counters.get(DATA) or ""), self.writes)
             self.train_batches.reader.submit(begin).result()
@@ -478,7 +497,8 @@ class Trainer:
         """Return the line of metrics for the loss over the first validation samples, or None without such data."""
         if self.valid_batches is None:
             return None
-        samples, stage = validation_samples(self.ctx.config), self.data_parallel.stage
+        samples = validation_samples(self.ctx.config)
+        stage = self.data_parallel.stage
         if self.valid_sources:
             return {"step": self.step_number, "samples": samples} | self._validate_sources(stage)
         sums = mean_loss(self.executor, self.valid_batches, samples, stage, self.declared_terms)
@@ -499,7 +519,8 @@ class Trainer:
 
 def matrix_exchange(ctx: Context, parallel: DataParallel, buffer: FlatBuffer, rule: MatrixRule) -> MatrixExchange:
     """Return the exchange that assembles whole matrices from a buffer's shards and from tensor-parallel slices."""
-    model, cutting = model_of(ctx.config), ctx.mesh.group(cut_axis(buffer.key.data_axes))
+    model = model_of(ctx.config)
+    cutting = ctx.mesh.group(cut_axis(buffer.key.data_axes))
     by_rank = [model.records(ctx.at_rank(rank)) for rank in cutting.ranks]
     own = by_rank[cutting.index]
     # A name alone is not unique: two parameters may hold slices of one global tensor (queries, and copied key-value

@@ -19,7 +19,7 @@ EVERY = 10  # One step in EVERY is timed.
 FIRST = 5  # The first timed step; earlier steps fill caches that later ones reuse.
 # The number of steps after which the marks are read. It is the same on all ranks, since their figures are summed. The
 # host reads a step's numbers, the last work of that step, before it launches the step after the next one.
-LATER = 2
+READ_DELAY = 2
 
 
 class Timer(Protocol):
@@ -41,7 +41,7 @@ class TimedStep:
 
 
 @dataclass(frozen=True)
-class Exposure:
+class StepWaits:
     """The microseconds of a timed step: waits by axis, the rest of the device's time, and the host's wait for data."""
 
     waited_us: dict[str, int]
@@ -72,16 +72,16 @@ class SampledWaits:
         assert self._now is not None
         self._now.waits.append((axis, begun, self.timer.mark()))
 
-    def end_step(self, data_us: int) -> Exposure | None:
+    def end_step(self, data_us: int) -> StepWaits | None:
         """Stop timing after the last work of a step. Return the figures of the last timed step if they are due now."""
         if self._now is not None:
             self._now.end, self._now.data_us = self.timer.mark(), data_us
             self._unread, self._now, self.ledger.stream_waits = self._now, None, None
-        due = self.launched >= FIRST and (self.launched - FIRST) % EVERY == LATER
+        due = self.launched >= FIRST and (self.launched - FIRST) % EVERY == READ_DELAY
         step, self._unread = (self._unread, None) if due else (None, self._unread)
         return None if step is None else self._read(step)
 
-    def _read(self, step: TimedStep) -> Exposure | None:
+    def _read(self, step: TimedStep) -> StepWaits | None:
         whole = self.timer.seconds(step.begin, step.end)
         if whole is None:
             # The device is more than two steps behind. Its marks are not forgotten, since they may not be reused yet.
@@ -91,4 +91,4 @@ class SampledWaits:
             waited[axis] += self.timer.seconds(begin, end) or 0.0
         self.timer.forget([step.begin, step.end, *(mark for _, *marks in step.waits for mark in marks)])
         busy = max(0.0, whole - sum(waited.values()))
-        return Exposure({axis: round(s * 1e6) for axis, s in waited.items()}, max(1, round(busy * 1e6)), step.data_us)
+        return StepWaits({axis: round(s * 1e6) for axis, s in waited.items()}, max(1, round(busy * 1e6)), step.data_us)

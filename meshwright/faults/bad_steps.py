@@ -1,10 +1,9 @@
 """Handles bad steps: steps whose loss or gradient is not finite, or far above those of the last steps.
 
-A bad step makes no update (`losses.Gate`). The weights are still those before it, so it can be computed again from the
-same inputs: a step is a function of the weights, the seed and the samples consumed. If the second result is good, the
-hardware of a rank failed the first time, and comparing the marks of both computations shows the rank and the layer. If
-the second result is as bad, the cause is the data or the model, and the config says what happens.
-"""
+A bad step makes no update (`losses.UpdateGate`). The weights are still those before it, so it can be computed again
+from the same inputs: a step is a function of the weights, the seed and the samples consumed. If the second result is
+good, the hardware of a rank failed the first time, and comparing the marks of both computations shows the rank and the
+layer. If the second result is as bad, the cause is the data or the model, and the config says what happens."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from meshwright.checkpoint.resume import has_checkpoint, resume
 from meshwright.checkpoint.save import Saver
-from meshwright.config.faults import LEAST_WINDOW, FaultsConfig
+from meshwright.config.faults import MIN_WINDOW, FaultsConfig
 from meshwright.engine.batches import sample_ids
 from meshwright.engine.compiling import blocks_one_by_one
-from meshwright.engine.hooks import WentBack
-from meshwright.engine.marks import BACKWARD, FORWARD, TOLERANCE, Found, Mark, Marks, unit_places
+from meshwright.engine.hooks import RolledBack
+from meshwright.engine.marks import BACKWARD, FORWARD, TOLERANCE, Mark, MarkPlace, Marks, unit_places
 from meshwright.engine.monitor import gather_bytes
 from meshwright.engine.step import StepResult, Trainer
 from meshwright.errors import UserError
@@ -38,7 +37,7 @@ from meshwright.record.run_notes import BAD_STEP, FAULT, ROLLBACK, FaultNotes
 LOSS_FLOOR, NORM_FLOOR = 0.02, 1.0
 NORMAL = 1.4826  # The ratio of standard deviation to median absolute deviation in a normal distribution.
 
-Again = Callable[[], StepResult]  # Computes a step once more.
+RepeatStep = Callable[[], StepResult]  # Computes a step once more.
 
 
 class Window:
@@ -49,14 +48,14 @@ class Window:
         self.losses: deque[float] = deque(maxlen=config.window)
         self.norms: deque[float] = deque(maxlen=config.window)
 
-    def put(self, loss: float | None, norm: float | None) -> None:
+    def add(self, loss: float | None, norm: float | None) -> None:
         if loss is not None and norm is not None and math.isfinite(loss) and math.isfinite(norm):
             self.losses.append(loss)
             self.norms.append(norm)
 
     def bounds(self) -> tuple[float, float]:
         """Return the bounds of the loss and of the gradient norm; infinite until there are enough steps to compare."""
-        if len(self.losses) < LEAST_WINDOW:
+        if len(self.losses) < MIN_WINDOW:
             return math.inf, math.inf
         return _bound(self.losses, self.factor, LOSS_FLOOR), _bound(self.norms, self.factor, NORM_FLOOR)
 
@@ -90,12 +89,12 @@ def why_bad(result: StepResult, bounds: tuple[float, float]) -> str:
     return ""
 
 
-class Place(NamedTuple):
+class FaultPlace(NamedTuple):
     """The place of a fault: the ranks that it is attributed to, the machine of the first, and the first bad tensor."""
 
     ranks: tuple[int, ...] = ()
     host: str = ""
-    found: Found | None = None
+    found: MarkPlace | None = None
 
     @property
     def rank(self) -> int | None:
@@ -145,11 +144,12 @@ class BadSteps:
         # Only one rank knows the folder: take the one list that is not empty.
         by_rank = gather_bytes(self.trainer.ctx.mesh.world, local, self.trainer.ctx)
         for loss, norm in next((steps for text in by_rank if (steps := json.loads(text))), []):
-            self.window.put(loss, norm)
+            self.window.add(loss, norm)
         self._set_bounds(*self.window.bounds())
 
-    def settle(self, result: StepResult, again: Again) -> StepResult:
-        """Return the final result of a step. `again` computes the step once more. Raise `WentBack` after a rollback."""
+    def settle(self, result: StepResult, again: RepeatStep) -> StepResult:
+        """Return the final result of a step. `again` computes the step once more. Raise `RolledBack` after a
+        rollback."""
         # Use the bounds that decided whether it was held. If steps run ahead, the window has newer steps by now.
         bounds = result.bounds if self.holds_spikes or not self.config.detects_spikes else self.window.bounds()
         if result.held:
@@ -158,7 +158,7 @@ class BadSteps:
         elif (why := why_bad(result, bounds)) and is_finite(result) and self.trainer.gate.active:
             self.notes.add(BAD_STEP, f"{why}: trained, and not computed again", result.step)
         if not result.skipped:
-            self.window.put(result.loss, result.grad_norm)
+            self.window.add(result.loss, result.grad_norm)
         self.went_back = 0 if result.step > self.reached else self.went_back
         self._set_bounds(*self.window.bounds())
         return result
@@ -167,9 +167,10 @@ class BadSteps:
         gate = self.trainer.gate
         gate.loss_bound, gate.norm_bound = (loss, norm) if self.holds_spikes else (math.inf, math.inf)
 
-    def _examine(self, result: StepResult, again: Again, bounds: tuple[float, float]) -> StepResult:
+    def _examine(self, result: StepResult, again: RepeatStep, bounds: tuple[float, float]) -> StepResult:
         """Compute a held step again to find its cause. Return the result that counts."""
-        why, spike = why_bad(result, bounds), is_finite(result)
+        why = why_bad(result, bounds)
+        spike = is_finite(result)
         first = self._marks(result.step)
         if not self.replays:
             return self._data_or_model(result, f"{why}, and is not computed again", self._not_finite(first))
@@ -183,21 +184,21 @@ class BadSteps:
         same = spike and _is_close(result, replayed)
         passes = is_finite(replayed) and not replayed.held
         if passes and not same:
-            return self._hardware(replayed, why, self._differing(first, self._marks(result.step)), bounds)
+            return self._hardware(replayed, why, self._first_difference(first, self._marks(result.step)), bounds)
         if passes:
             verdict = "the same when it is computed again, so it is due to the data or the model"
             text = f"{why}; {verdict}; the update was made all the same{self._samples(replayed)}"
             self.notes.add(BAD_STEP, text, result.step)
             return replayed
 
-        place = Place() if spike else self._diagnosed(replayed)
+        place = FaultPlace() if spike else self._diagnose(replayed)
         if self._is_of_rank(replayed, place):
             text = f"{why}, and again; with other ranks' samples too, {place.words}: its hardware is broken"
             self.notes.add(FAULT, text, result.step, rank=place.rank)
             self._stop(replayed, f"{text}: take its machine out of the run")
         return self._data_or_model(replayed, f"{why}, also when it is computed again: the data or the model", place)
 
-    def _hardware(self, replayed: StepResult, why: str, place: Place, bounds: tuple[float, float]) -> StepResult:
+    def _hardware(self, replayed: StepResult, why: str, place: FaultPlace, bounds: tuple[float, float]) -> StepResult:
         """Note a passing hardware fault: the step gave another result the second time, which makes its update."""
         is_now = "stands out too, but differently" if why_bad(replayed, bounds) else "is good"
         numbers = f"loss {replayed.loss:.6g}, norm {replayed.grad_norm:.4g}"
@@ -205,7 +206,7 @@ class BadSteps:
         self.notes.fault(f"{text}, {place.words}", replayed.step, place.rank, layer=_layer(place))
         return replayed
 
-    def _data_or_model(self, result: StepResult, text: str, place: Place) -> StepResult:
+    def _data_or_model(self, result: StepResult, text: str, place: FaultPlace) -> StepResult:
         """Handle a bad step that the data or the model caused as `faults.action` says: skip, roll back or stop."""
         where = f", {place.words}" if place.found else ""
         text = f"{text}{where}{self._samples(result, place)}"
@@ -217,7 +218,7 @@ class BadSteps:
             self._stop(result, f"{text}: look at the samples and the learning rate, or set faults.action=skip")
         if goes_back and self._has_checkpoint():
             self._roll_back(result, text, place)
-            raise WentBack
+            raise RolledBack
         nowhere = " (there is no checkpoint to go back to)" if goes_back else ""
         self.notes.add(BAD_STEP, f"{text}; skipped{nowhere}", result.step, layer=_layer(place))
         return result
@@ -227,21 +228,22 @@ class BadSteps:
         self.trainer.take_back(result)
         if self.trainer.step_number and self.saver.saved_step != self.trainer.step_number:
             self.saver.save(last=True)
-        self.saver.committed()
+        self.saver.wait_for_commit()
         raise UserError(f"step {result.step}: {text}")
 
     def _has_checkpoint(self) -> bool:
-        self.saver.committed()
+        self.saver.wait_for_commit()
         return has_checkpoint(self.trainer)
 
-    def _roll_back(self, result: StepResult, text: str, place: Place) -> None:
+    def _roll_back(self, result: StepResult, text: str, place: FaultPlace) -> None:
         """Load the newest checkpoint, and continue with the samples after the bad batch."""
         trainer = self.trainer
         trainer.data_parallel.weights.wait_for_gathers()
         resume(trainer, None)
         trainer.consumed = result.consumed + result.global_batch
         lost = self.folder.go_back(trainer.step_number) if self.folder else 0
-        self.reached, self.went_back = max(self.reached, result.step), self.went_back + 1
+        self.reached = max(self.reached, result.step)
+        self.went_back = self.went_back + 1
         words = f"{text}; went back to step {trainer.step_number}, to continue with the samples after the batch"
         self.notes.add(ROLLBACK, words, result.step, layer=_layer(place), lost=lost)
 
@@ -250,35 +252,36 @@ class BadSteps:
     def _marks(self, step: int) -> Sequence[Mark]:
         return [] if self.trainer.marks is None else self.trainer.marks.steps.get(step, [])
 
-    def _not_finite(self, marks: Sequence[Mark]) -> Place:
+    def _not_finite(self, marks: Sequence[Mark]) -> FaultPlace:
         return self._place(self.trainer.marks.not_finite(marks) if self.trainer.marks else None)
 
-    def _differing(self, marks: Sequence[Mark], again: Sequence[Mark]) -> Place:
-        return self._place(self.trainer.marks.differing(marks, again) if self.trainer.marks else None)
+    def _first_difference(self, marks: Sequence[Mark], again: Sequence[Mark]) -> FaultPlace:
+        return self._place(self.trainer.marks.first_difference(marks, again) if self.trainer.marks else None)
 
-    def _place(self, found: Found | None) -> Place:
+    def _place(self, found: MarkPlace | None) -> FaultPlace:
         """Gather the first bad mark of each rank. Return the earliest one in the step, with the ranks that have it."""
         ctx = self.trainer.ctx
         local = json.dumps([found, socket.gethostname()]).encode()
         with ctx.ledger.phase("metrics"):
             gathered = [json.loads(text) for text in gather_bytes(ctx.mesh.world, local, ctx)]
-        by_rank = {rank: Found(*fields) for rank, (fields, _) in enumerate(gathered) if fields}
+        by_rank = {rank: MarkPlace(*fields) for rank, (fields, _) in enumerate(gathered) if fields}
         if not by_rank:
-            return Place()
+            return FaultPlace()
         first = min(by_rank.values(), key=lambda mark: mark.sooner)
         ranks = tuple(rank for rank, mark in by_rank.items() if mark.sooner == first.sooner)
-        return Place(ranks, gathered[ranks[0]][1], first)
+        return FaultPlace(ranks, gathered[ranks[0]][1], first)
 
-    def _diagnosed(self, result: StepResult) -> Place:
+    def _diagnose(self, result: StepResult) -> FaultPlace:
         """Compute the step once more to find the first bad tensor. The trainer's counters are restored afterwards."""
-        trainer, after = self.trainer, (self.trainer.step_number, self.trainer.consumed)
+        trainer = self.trainer
+        after = (self.trainer.step_number, self.trainer.consumed)
         trainer.take_back(result)
         found = first_bad(trainer)
         trainer.balance.forget()
         trainer.step_number, trainer.consumed = after
         return self._place(found)
 
-    def _is_of_rank(self, result: StepResult, place: Place) -> bool:
+    def _is_of_rank(self, result: StepResult, place: FaultPlace) -> bool:
         """Return True if the fault belongs to a rank rather than to its samples.
 
         Ranks exchange their samples for one more computation. The rank is at fault if its result is as bad with other
@@ -288,33 +291,34 @@ class BadSteps:
         if not self.config.exchanges_samples or place.rank is None or self.trainer.ctx.mesh.samples.size == 1:
             return False
         batches.exchange(1)  # Each rank takes the samples of its neighbour.
-        moved = self._diagnosed(result)
+        moved = self._diagnose(result)
         batches.exchange(0)
         return moved.found is None or moved.ranks == place.ranks
 
-    def _samples(self, result: StepResult, place: Place | None = None) -> str:
+    def _samples(self, result: StepResult, place: FaultPlace | None = None) -> str:
         """Name the samples of the whole batch or, if `place` names one rank and micro-batch, of that micro-batch."""
         ctx = self.trainer.ctx
         samples: Sequence[int] = range(result.consumed, result.consumed + result.global_batch)
         if place is not None and place.found is not None and place.rank is not None and place.found.micro_batch >= 0:
-            index, size = ctx.layout.coordinate(place.rank)["dp"], ctx.config.train.micro_batch
+            index = ctx.layout.coordinate(place.rank)["dp"]
+            size = ctx.config.train.micro_batch
             samples = sample_ids(result.consumed, place.found.micro_batch, size, index, ctx.mesh.samples.size)
         many = f"samples {samples[0]} to {samples[-1]}" if len(samples) > 1 else f"sample {samples[0]}"
         return f", in {many}"
 
 
-def _layer(place: Place) -> str | None:
+def _layer(place: FaultPlace) -> str | None:
     return None if place.found is None else place.found.words
 
 
-def first_bad(trainer: Trainer) -> Found | None:
+def first_bad(trainer: Trainer) -> MarkPlace | None:
     """Return the first tensor of a step that is not finite on this rank, named by its module.
 
     The step is computed once more without an update, and the results and input gradients of every module are examined.
     This is slow, so it is done only after a step was bad twice. All ranks must call it together.
     """
     finder = _Finder(trainer)
-    handle = register_module_forward_hook(finder.passed)
+    handle = register_module_forward_hook(finder.examine_module)
     try:
         # Hooks of modules inside a graph are not called.
         with torch.compiler.set_stance("force_eager"), blocks_one_by_one(trainer.modules):
@@ -332,13 +336,13 @@ class _Finder:
 
     def __init__(self, trainer: Trainer) -> None:
         self.streams = trainer.ctx.parallel.streams
-        self.found: Found | None = None
+        self.found: MarkPlace | None = None
         self.places: dict[int, tuple[int, str]] = {}
         for unit, order, name, _ in unit_places(trainer.ctx, trainer.modules):
             for inner, part in unit.named_modules():
                 self.places[id(part)] = order, f"{name}.{inner}" if inner else name
 
-    def passed(self, module: nn.Module, given: Any, result: Any) -> None:
+    def examine_module(self, module: nn.Module, given: Any, result: Any) -> None:
         """Examine the result of a module, and later its input gradients.
 
         Hooks of inner modules run before those of the modules around them, so the first one found is the innermost.
@@ -353,7 +357,7 @@ class _Finder:
     def _look(self, direction: str, module: nn.Module, micro_batch: int, *xs: Tensor) -> None:
         if self.found is None and any(not bool(x.isfinite().all()) for x in xs):
             order, name = self.places[id(module)]
-            self.found = Found(direction, order, name, micro_batch)
+            self.found = MarkPlace(direction, order, name, micro_batch)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -29,10 +29,10 @@ from meshwright.errors import UserError
 from meshwright.record.run_notes import FAULT, FaultNotes
 from meshwright.spec.layout import Layout
 
-MOST_NAMED = 3  # Messages name at most this many parameters.
+MAX_NAMED = 3  # Messages name at most this many parameters.
 
 
-class Held(NamedTuple):
+class ReplicatedTensors(NamedTuple):
     """Tensors that are equal on all ranks of an axis: a parameter, all weights of a buffer, or an optimizer state."""
 
     axis: str
@@ -65,7 +65,7 @@ def checksum(x: Tensor) -> Tensor:
     return flat[:words].view(torch.int64).sum() + flat[words:].sum(dtype=torch.int64)
 
 
-def held_alike(trainer: Trainer) -> Iterator[Held]:
+def held_alike(trainer: Trainer) -> Iterator[ReplicatedTensors]:
     """Yield the tensors of this rank that are equal on other ranks.
 
     States on disk are left out, since reading all of them takes long.
@@ -76,11 +76,11 @@ def held_alike(trainer: Trainer) -> Iterator[Held]:
     exact = trainer.ctx.device.module is None
     for buffer in parallel.buffers:
         if buffer.split.stage < 3:
-            yield Held(buffer.key.data_axes, "weights", [buffer.params], buffer)
+            yield ReplicatedTensors(buffer.key.data_axes, "weights", [buffer.params], buffer)
             for slot in buffer.slots:
                 for axis in slot.record.copies:
                     if (exact or axis in slot.record.partial) and mesh.rank in mesh.layout.group(axis, mesh.rank):
-                        yield Held(axis, slot.record.name, [slot.view])
+                        yield ReplicatedTensors(axis, slot.record.name, [slot.view])
     if trainer.ctx.config.zero.offload.optimizer_at is Place.DISK:
         return
     masters = {id(state.buffer) for state in trainer.optimizer.states if not state.in_place}
@@ -91,7 +91,7 @@ def held_alike(trainer: Trainer) -> Iterator[Held]:
         if replicas.alone or (state.name == PARAM and compared and id(state.buffer) not in masters):
             continue
         stored = [tensor for values in state.tensors for tensor in tensors_of(values)]
-        yield Held(replicas.axis, state.name, stored, state=state)
+        yield ReplicatedTensors(replicas.axis, state.name, stored, state=state)
 
 
 def divergences(layout: Layout, axes: Sequence[str], sums: Sequence[Sequence[int]]) -> list[Divergence]:
@@ -165,7 +165,7 @@ class ReplicaCheck(Hook):
         """Compute this rank's sum of checksums for each axis, gather them from all ranks, and compare."""
         ctx = self.trainer.ctx
         total: dict[str, Tensor] = {}
-        for held in self._held():
+        for held in self._replicated_tensors():
             for value in (checksum(tensor).to(ctx.device.torch) for tensor in held.tensors):
                 total[held.axis] = total[held.axis] + value if held.axis in total else value
         zero = torch.zeros((), dtype=torch.int64, device=ctx.device.torch)
@@ -175,7 +175,7 @@ class ReplicaCheck(Hook):
             ctx.mesh.world.all_gather(by_rank, local)
         return divergences(ctx.layout, self.axes, by_rank.view(ctx.layout.world, -1).tolist())
 
-    def _held(self) -> Iterator[Held]:
+    def _replicated_tensors(self) -> Iterator[ReplicatedTensors]:
         """Yield the tensors to compare, without the axes of size 1, which have no other rank to compare with."""
         layout = self.trainer.ctx.layout
         for held in held_alike(self.trainer):
@@ -191,7 +191,9 @@ class ReplicaCheck(Hook):
         for divergence in differing:
             if mesh.rank in divergence.group:
                 group = mesh.group(divergence.axis)
-                for tensor in (x for held in self._held() if held.axis == divergence.axis for x in held.tensors):
+                for tensor in (
+                    x for held in self._replicated_tensors() if held.axis == divergence.axis for x in held.tensors
+                ):
                     self._broadcast(group, tensor, divergence.source)
 
     def _broadcast(self, group: Group, tensor: Tensor, source: int) -> None:
@@ -212,15 +214,15 @@ class ReplicaCheck(Hook):
                 local = json.dumps(self._by_parameter(divergence.axis)).encode()
                 by_rank = [json.loads(text) for text in gather_bytes(ctx.mesh.group(divergence.axis), local, ctx)]
                 names |= {name for name in by_rank[0] if len({sums.get(name) for sums in by_rank}) > 1}
-        shown = json.dumps(sorted(names)[:MOST_NAMED]).encode()
+        shown = json.dumps(sorted(names)[:MAX_NAMED]).encode()
         by_rank = [json.loads(text) for text in gather_bytes(ctx.mesh.world, shown, ctx)]
         every = sorted({name for names in by_rank for name in names})
-        return ", ".join(every[:MOST_NAMED]) + (" and others" if len(every) > MOST_NAMED else "") or "weights or states"
+        return ", ".join(every[:MAX_NAMED]) + (" and others" if len(every) > MAX_NAMED else "") or "weights or states"
 
     def _by_parameter(self, axis: str) -> Mapping[str, int]:
         """Return the checksum of each parameter or state that is equal along an axis."""
         sums: Counter[str] = Counter()
-        for held in self._held():
+        for held in self._replicated_tensors():
             if held.axis == axis and held.state is not None:
                 for slot in held.state.buffer.slots:
                     low, high = held.state.holds(slot)

@@ -47,7 +47,7 @@ class Order:
 
 
 @dataclass(eq=False)
-class Work:
+class BatchWork:
     """An order at work: its tokens so far, how many of them are in the cache, and its pages."""
 
     order: Order
@@ -76,8 +76,8 @@ class Batcher:
         self.module, self.vocab, self.longest = module.eval(), vocab, longest
         self.pages, self.most_running, self.report = Pages(pages), most_running, report
         self.caches = {layer: PagedCache(pages) for layer in module.layers}
-        self.waiting: deque[Work] = deque()
-        self.running: list[Work] = []
+        self.waiting: deque[BatchWork] = deque()
+        self.running: list[BatchWork] = []
         self._prompt_is_next = True
         self.reused = 0  # Tokens of prompts that were not computed again.
 
@@ -95,7 +95,7 @@ class Batcher:
         if not order.ids or self.room_for(order) < 1:
             raise UserError(f"{len(order.ids)} tokens do not fit into {self.longest}: give a prompt that does")
         random = torch.Generator().manual_seed(order.seed)
-        self.waiting.append(Work(order, random, list(order.ids)))
+        self.waiting.append(BatchWork(order, random, list(order.ids)))
 
     def cancel(self, key: int) -> None:
         """Drop an order, whatever its state. An order that has ended is ignored."""
@@ -130,8 +130,8 @@ class Batcher:
             self.reused += sequence.cached
             self.running.append(sequence)
 
-    def _run(self, sequences: Sequence[Work]) -> None:
-        chosen: list[tuple[Work, Row]] = []
+    def _run(self, sequences: Sequence[BatchWork]) -> None:
+        chosen: list[tuple[BatchWork, Row]] = []
         for sequence in sequences:
             # An earlier sequence of this pass may have taken the pages of this one.
             if sequence not in self.running:
@@ -149,14 +149,14 @@ class Batcher:
             if sequence.cached == len(sequence.ids):
                 self._draw(sequence, line)
 
-    def _name_full_pages(self, sequence: Work) -> None:
+    def _name_full_pages(self, sequence: BatchWork) -> None:
         while sequence.named < sequence.cached // PAGE:
             start = sequence.named * PAGE
             page, ids = sequence.pages[sequence.named], sequence.ids[start : start + PAGE]
             sequence.prefix = self.pages.name(page, sequence.prefix, ids)
             sequence.named += 1
 
-    def _grow(self, sequence: Work, tokens: int) -> bool:
+    def _grow(self, sequence: BatchWork, tokens: int) -> bool:
         """Give a sequence pages for that many tokens. If none are left, the youngest sequence waits again."""
         while len(sequence.pages) * PAGE < tokens:
             if not self.pages.available:
@@ -183,7 +183,7 @@ class Batcher:
         part = module.head.logits(hidden[current.last]).t().contiguous()
         return all_gather(part, tp.name, tp.size)[: self.vocab].double().t()
 
-    def _draw(self, sequence: Work, logits: Tensor) -> None:
+    def _draw(self, sequence: BatchWork, logits: Tensor) -> None:
         order = sequence.order
         token = choose_token(logits, order.temperature, order.top_p, sequence.random)
         logprobs = torch.log_softmax(logits, 0)
@@ -195,7 +195,7 @@ class Batcher:
             self._leave(sequence)
         self.report(order.key, Drawn(token, float(logprobs[token]), likeliest), is_last)
 
-    def _leave(self, sequence: Work) -> None:
+    def _leave(self, sequence: BatchWork) -> None:
         if sequence in self.running:
             self.running.remove(sequence)
             self.pages.release(sequence.pages)

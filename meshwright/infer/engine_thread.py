@@ -98,7 +98,7 @@ class Engine:
                 self._open -= 1
 
 
-class Channel:
+class RequestChannel:
     """Brings rank 0's changes to all ranks: by a broadcast while the model computes, else by an announcement."""
 
     def __init__(self, world: Group, rank: int, device: torch.device) -> None:
@@ -123,7 +123,7 @@ class Channel:
         return bytes(data.tolist()).decode()
 
 
-def run_batches(batcher: Batcher, engine: Engine | None, channel: Channel, stopped: Callable[[], bool]) -> None:
+def run_batches(batcher: Batcher, engine: Engine | None, channel: RequestChannel, stopped: Callable[[], bool]) -> None:
     """Run passes until rank 0 has `stopped` and no order is open. `engine` is None on the other ranks."""
     while True:
         busy = not batcher.is_idle

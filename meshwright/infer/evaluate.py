@@ -15,11 +15,11 @@ from meshwright.checkpoint.hf_files import HFFolder
 from meshwright.checkpoint.load import WeightSource, load_weights
 from meshwright.checkpoint.merged import open_weights
 from meshwright.checkpoint.planned_files import PlannedFolder
-from meshwright.comm.watchdog import watched
-from meshwright.config.load import merged
+from meshwright.comm.watchdog import watchdog_for
+from meshwright.config.load import merge_sections
 from meshwright.config.rules import READING_RULES, check
 from meshwright.config.sections import Config
-from meshwright.engine.batches import Dataset, MicroBatches, Picked
+from meshwright.engine.batches import Dataset, MicroBatches, SampleSubset
 from meshwright.engine.context import Context, build_context
 from meshwright.engine.executor import Executor
 from meshwright.engine.output import LOSS
@@ -27,7 +27,7 @@ from meshwright.engine.providers import forward_step, model_provider
 from meshwright.engine.step import fields_of, mean_loss, validation_unit
 from meshwright.errors import UserError
 from meshwright.interop.hf import config_of
-from meshwright.launch.processes import Place, enter, find_place, leave
+from meshwright.launch.processes import ProcessPlace, enter, find_place, leave
 from meshwright.models.stage import stage_of
 from meshwright.models.wrapped.sections import is_described
 from meshwright.record.checkpoint_format import find_checkpoint
@@ -62,11 +62,11 @@ def config_with(found: dict[str, Any], sections: dict[str, dict[str, Any]]) -> C
     raw = {name: dict(keys) for name, keys in found.items() if name not in ONLY_TRAINING}
     for key in ("grad_dtype", "local", "server"):
         raw.get("train", {}).pop(key, None)
-    return own_config(merged(raw, sections))
+    return own_config(merge_sections(raw, sections))
 
 
 def with_model(
-    source: str, sections: dict[str, dict[str, Any]], use: Callable[[Context, list[nn.Module], Place], Any],
+    source: str, sections: dict[str, dict[str, Any]], use: Callable[[Context, list[nn.Module], ProcessPlace], Any],
     average: bool = False,
 ) -> Any:  # fmt: skip
     """Join the world, load the model that `source` names, and return the result of `use` with it."""
@@ -76,7 +76,7 @@ def with_model(
     check(config, place.world, READING_RULES)
     device, joined = enter(place, config.run.device, config.comm.backend, config.comm.timeout)
     ctx = build_context(config, place.rank, place.world, device, place.local_world)
-    with watched(ctx.mesh, config.comm.timeout, device, joined):
+    with watchdog_for(ctx.mesh, config.comm.timeout, device, joined):
         result = use(ctx, modules_with(ctx, weights), place)
     # Not in a `finally`: after an error the process ends, and leaving could wait for peers that are gone.
     if joined:
@@ -86,7 +86,8 @@ def with_model(
 
 def modules_with(ctx: Context, weights: WeightSource) -> list[nn.Module]:
     """Build this rank's chunks and fill them with weights."""
-    modules, model = build_modules(ctx, model_provider), ctx.config.model
+    modules = build_modules(ctx, model_provider)
+    model = ctx.config.model
     load_weights(modules, weights)
     if model.kind_facts.is_foreign and has_weights(Path(model.hf)):
         PlannedFolder(Path(model.hf)).fill_buffers(modules)
@@ -97,13 +98,14 @@ def evaluate(ctx: Context, modules: list[nn.Module], dataset: Dataset, samples: 
     """Return the mean loss and perplexity over the first `samples` samples, on any number of data-parallel ranks."""
     executor = Executor(modules, ctx.mesh.pp, partial(forward_step, ctx), ctx.parallel.streams)
     unit = validation_unit(ctx)
-    batches = MicroBatches(ctx, Picked(dataset, range(samples)), fields_of(modules), ThreadPoolExecutor(1))
+    batches = MicroBatches(ctx, SampleSubset(dataset, range(samples)), fields_of(modules), ThreadPoolExecutor(1))
     declared = stage_of(modules[0]).loss_counts
     terms = (LOSS,) if declared is None else tuple(declared(dataset.sample(0)))
     mean = mean_loss(executor, batches, -(-samples // unit) * unit, terms=terms)
     if not mean.tokens:
         raise UserError("no token of the data counts in the loss: check data.mask_eod and data.eod")
     # exp overflows a float64 above 709.
-    perplexity, tokens = math.exp(min(mean.losses.get(LOSS, mean.loss), 700.0)), math.ceil(mean.tokens)
+    perplexity = math.exp(min(mean.losses.get(LOSS, mean.loss), 700.0))
+    tokens = math.ceil(mean.tokens)
     line = {"loss": mean.loss, "perplexity": perplexity, "tokens": tokens, "samples": samples}
     return line | ({"losses": mean.losses} if mean.losses else {})

@@ -30,7 +30,9 @@ class BlankGenerator:
         self, module: GraphStage, model: ModelConfig, source: Sequence[int], places: Sequence[int], whole: bool
     ) -> None:
         assert module.embedding is not None and module.head is not None and not module.parallel.splits_tokens
-        self.module, self.model, self.source = module.eval(), model, list(source)
+        self.module = module.eval()
+        self.model = model
+        self.source = list(source)
         self.places, self.whole = list(places), whole
         self.past = {layer: KVCache(model.seq) for layer in module.layers}
         self.length = 0
@@ -58,7 +60,8 @@ class BlankGenerator:
         hidden, _ = module.trunk({k: torch.tensor([v], device=device) for k, v in fields.items()}, past=self.past)
         self.length += len(first) + 1
         assert module.head is not None
-        part, tp = module.head.logits(hidden[-1:])[0], module.parallel.tp
+        part = module.head.logits(hidden[-1:])[0]
+        tp = module.parallel.tp
         return all_gather(part, tp.name, tp.size)[: self.model.vocab].double()
 
 

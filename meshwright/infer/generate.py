@@ -24,7 +24,9 @@ class Generator:
 
     def __init__(self, module: GraphStage, vocab: int, longest: int) -> None:
         assert module.embedding is not None and module.head is not None and not module.parallel.splits_tokens
-        self.module, self.vocab, self.longest = module.eval(), vocab, longest
+        self.module = module.eval()
+        self.vocab = vocab
+        self.longest = longest
         self.past = {layer: KVCache(longest) for layer in module.layers}
         self.lengths: list[int] = []
 
@@ -50,7 +52,8 @@ class Generator:
         self._set_lengths(ends)
         assert module.head is not None
         last = torch.tensor([n * width + len(row) - 1 for n, row in enumerate(rows)], device=device)
-        part, tp = module.head.logits(hidden[last]).t().contiguous(), module.parallel.tp
+        part = module.head.logits(hidden[last]).t().contiguous()
+        tp = module.parallel.tp
         return all_gather(part, tp.name, tp.size)[: self.vocab].double().t()
 
     def _set_lengths(self, lengths: list[int]) -> None:
@@ -59,7 +62,8 @@ class Generator:
         differ = len(set(lengths)) > 1
         per_sequence = torch.tensor(lengths, device=self.module.parallel.device) if differ else None
         for cache in self.past.values():
-            cache.length, cache.lengths = max(lengths, default=0), per_sequence
+            cache.length = max(lengths, default=0)
+            cache.lengths = per_sequence
 
     def keep(self, numbers: list[int]) -> None:
         """Continue with only these sequences."""
@@ -75,7 +79,10 @@ class EncoderDecoderGenerator:
 
     def __init__(self, module: GraphStage, vocab: int, longest: int, start: int) -> None:
         assert module.stage.count == 1 and not module.parallel.splits_tokens
-        self.module, self.vocab, self.longest, self.start = module.eval(), vocab, longest, start
+        self.module = module.eval()
+        self.vocab = vocab
+        self.longest = longest
+        self.start = start
         layers = [node.layer for node in module.nodes if node.writes == DECODED]
         self.past = {layer: KVCache(longest) for layer in layers if layer is not None}
         self.memory: Tensor | None = None
@@ -88,11 +95,14 @@ class EncoderDecoderGenerator:
         """
         module, device = self.module, self.module.parallel.device
         if self.memory is None:
-            self.memory, ids = module.stream(MEMORY, {"tokens": torch.tensor([ids], device=device)}), [self.start]
+            self.memory = module.stream(MEMORY, {"tokens": torch.tensor([ids], device=device)})
+            ids = [self.start]
         assert len(ids) == 1 and module.head is not None
-        batch, given = {"decoder_tokens": torch.tensor([ids], device=device)}, {MEMORY: self.memory}
+        batch = {"decoder_tokens": torch.tensor([ids], device=device)}
+        given = {MEMORY: self.memory}
         hidden = module.stream(DECODED, batch, given, self.past)
-        part, tp = module.head.logits(hidden)[0], module.parallel.tp
+        part = module.head.logits(hidden)[0]
+        tp = module.parallel.tp
         return all_gather(part, tp.name, tp.size)[: self.vocab].double()
 
 
@@ -101,7 +111,10 @@ class PlannedGenerator:
     each new token."""
 
     def __init__(self, module: PlannedStage, vocab: int, longest: int, device: torch.device) -> None:
-        self.module, self.vocab, self.longest, self.device = module.eval(), vocab, longest, device
+        self.module = module.eval()
+        self.vocab = vocab
+        self.longest = longest
+        self.device = device
         self.ids: list[int] = []
 
     @torch.no_grad()
@@ -217,7 +230,8 @@ def generate_all(
         rooms = {n: min(most, max(1, model.seq - len(prompts[n]) + 1)) for n in alive}  # The last is never fed back.
         randoms = {n: torch.Generator().manual_seed(seed + n) for n in alive}
         longest = min(model.seq, max(len(prompts[n]) + rooms[n] for n in alive))
-        generator, rows = Generator(module, model.vocab, longest), [prompts[n] for n in alive]
+        generator = Generator(module, model.vocab, longest)
+        rows = [prompts[n] for n in alive]
         while alive:
             for n, logits in zip(alive, generator.next_rows(rows), strict=True):
                 texts[n].append(choose_token(logits, temperature, top_p, randoms[n]))

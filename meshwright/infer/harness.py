@@ -12,17 +12,17 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.data.chat_template import Broken, ChatTemplate, special_tokens
+from meshwright.data.chat_template import ChatTemplate, TemplateError, special_tokens
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.engine.context import Context
 from meshwright.errors import UserError, one_line
 from meshwright.infer.generate import generate_all
-from meshwright.infer.scoring import Continued, scores
+from meshwright.infer.scoring import Continuation, scores
 
 MISSING = "tasks are run by lm-eval: pip install meshwright[tasks]"
 
 
-class Asked:
+class HarnessModel:
     """The methods that lm-eval calls on a model. `run_tasks` combines it with lm-eval's base class, which is imported
     only then."""
 
@@ -31,7 +31,9 @@ class Asked:
         template: ChatTemplate | None, batch: int,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.ctx, self.modules, self.words = ctx, list(modules), tokenizer
+        self.ctx = ctx
+        self.modules = list(modules)
+        self.words = tokenizer
         self.ends, self.template, self.batch = ends, template, batch
         self.max_length, self.max_gen_toks = ctx.config.model.seq, 256
         # Texts begin with the tokenizer's first token or, if it has none, with the end of a document.
@@ -59,7 +61,7 @@ class Asked:
         return self.words.encode_with_special_tokens(string)
 
     def _loglikelihood_tokens(self, requests: list[Any], **unused: Any) -> list[tuple[float, bool]]:
-        texts = [Continued((before + after)[-(self.max_length + 1) :], len(after)) for _, before, after in requests]
+        texts = [Continuation((before + after)[-(self.max_length + 1) :], len(after)) for _, before, after in requests]
         return [(score.logp, score.greedy) for score in scores(self.ctx, self.modules, texts)]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -96,7 +98,7 @@ class Asked:
             drawing = (float(wanted.get("temperature", 0.0)), float(wanted.get("top_p", 1.0)), 0)
             settings = (*drawing, self.ends, self.batch, self._stops(until))
             answers = generate_all(self.modules[0], model, prompts, most, *settings)
-            texts += [(number, self._cut(tokens, until)) for number, tokens in zip(alike, answers, strict=True)]
+            texts += [(number, self._cut_at_stop(tokens, until)) for number, tokens in zip(alike, answers, strict=True)]
         return [text for _, text in sorted(texts)]
 
     def _check_writes(self) -> None:
@@ -110,7 +112,7 @@ class Asked:
     def _stops(self, until: list[str]) -> Callable[[list[int]], bool]:
         return lambda tokens: any(word in self.words.decode(tokens) for word in until)
 
-    def _cut(self, tokens: list[int], until: list[str]) -> str:
+    def _cut_at_stop(self, tokens: list[int], until: list[str]) -> str:
         text = self.words.decode([token for token in tokens if token not in self.ends])
         for word in until:
             text = text.split(word)[0]
@@ -121,7 +123,7 @@ class Asked:
             raise UserError("the model has no chat template: leave --chat out, or name one with --template")
         try:
             return self.template.render(chat_history, begins=add_generation_prompt)
-        except Broken:  # Some templates reject a system message.
+        except TemplateError:  # Some templates reject a system message.
             return self.template.render([turn for turn in chat_history if turn["role"] != "system"], None, True)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -141,7 +143,7 @@ def run_tasks(
         raise UserError(MISSING) from None
     if quiet:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    model = make(type("HarnessModel", (Asked, TemplateLM), {}))
+    model = make(type("HarnessModel", (HarnessModel, TemplateLM), {}))
     try:
         manager = TaskManager(include_path=list(folders) or None)
         unknown = [task for task in tasks if not manager.match_tasks([task])]

@@ -36,7 +36,7 @@ class Pages:
         self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._prefix_of = [BEGINNING] * count
         self._prefixes = BEGINNING
-        # Pages that nobody uses but that end a known prefix, the least recently used first.
+        # Pages that no sequence uses but that end a known prefix, the least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property

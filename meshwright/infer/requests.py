@@ -1,7 +1,7 @@
 """Requests and answers of OpenAI's completions and chat completions, as plain mappings. Nothing here knows HTTP.
 
-`CompletionRequest.read` checks a request's body, `Answer` turns the tokens of one text into text and log-probabilities,
-piece by piece, and the functions at the end build the documents to send.
+`CompletionRequest.read` checks a request's body, `GeneratedAnswer` turns the tokens of one text into text and
+log-probabilities, piece by piece, and the functions at the end build the documents to send.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.data.chat_template import Broken, ChatTemplate
+from meshwright.data.chat_template import ChatTemplate, TemplateError
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import UserError
 from meshwright.infer.batching import Drawn
@@ -38,7 +38,7 @@ class BadRequest(UserError):
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedModel:
     """Everything about the served model that requests and answers need."""
 
     name: str
@@ -74,7 +74,7 @@ class CompletionRequest:
         return [prompt for prompt in self.prompts for _ in range(self.copies)]
 
     @classmethod
-    def read(cls, body: Any, model: Model, is_chat: bool) -> CompletionRequest:
+    def read(cls, body: Any, model: ServedModel, is_chat: bool) -> CompletionRequest:
         if not isinstance(body, Mapping):
             raise BadRequest("the body must be a JSON object")
         if body.get("model", model.name) != model.name:
@@ -131,13 +131,14 @@ def _likeliest(body: Mapping[str, Any], is_chat: bool) -> int | None:
 
 def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
     stops = body.get("stop")
-    stops = [] if stops is None else [stops] if isinstance(stops, str) else stops
+    if stops is None or isinstance(stops, str):
+        stops = [] if stops is None else [stops]
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(one, str) and one for one in stops):
         raise BadRequest(f"stop must be a text, or a list of at most {MOST_STOPS} texts", "stop")
     return tuple(stops)
 
 
-def _prompts(body: Mapping[str, Any], model: Model) -> tuple[tuple[int, ...], ...]:
+def _prompts(body: Mapping[str, Any], model: ServedModel) -> tuple[tuple[int, ...], ...]:
     """Return the prompts of a completion: a text, tokens, or a list of one of them."""
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
@@ -147,7 +148,7 @@ def _prompts(body: Mapping[str, Any], model: Model) -> tuple[tuple[int, ...], ..
     return prompts
 
 
-def _tokens(prompt: Any, model: Model) -> tuple[int, ...]:
+def _tokens(prompt: Any, model: ServedModel) -> tuple[int, ...]:
     if isinstance(prompt, str):
         encode = model.tokenizer.encode_with_special_tokens if model.adds_special else model.tokenizer.encode
         ids = _encoded(encode, prompt, "prompt") or [model.tokenizer.eod]
@@ -166,13 +167,13 @@ def _encoded(encode: Any, text: str, key: str) -> list[int]:
     return list(encode(text))
 
 
-def _checked(ids: Sequence[int], model: Model, key: str) -> tuple[int, ...]:
+def _checked(ids: Sequence[int], model: ServedModel, key: str) -> tuple[int, ...]:
     if min(ids) < 0 or max(ids) >= model.vocab:
         raise BadRequest(f"{key} has a token outside the model's vocabulary of {model.vocab}", key)
     return tuple(ids)
 
 
-def _conversation(body: Mapping[str, Any], model: Model) -> tuple[int, ...]:
+def _conversation(body: Mapping[str, Any], model: ServedModel) -> tuple[int, ...]:
     """Return the tokens of a chat's messages, rendered by the model's template."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(each, Mapping) for each in messages):
@@ -181,7 +182,7 @@ def _conversation(body: Mapping[str, Any], model: Model) -> tuple[int, ...]:
         raise BadRequest(f"'{model.name}' has no chat template: use completions", "messages")
     try:
         text = model.template.render([_message(each) for each in messages], begins=True)
-    except Broken as error:
+    except TemplateError as error:
         raise BadRequest(str(error), "messages") from None
     ids = _encoded(model.tokenizer.encode, text, "messages")
     if not ids:
@@ -202,7 +203,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Text that is final, with the log-probabilities of its tokens, and the reason if the text ended."""
 
     text: str
@@ -210,7 +211,7 @@ class Piece:
     reason: str | None = None
 
 
-class Answer:
+class GeneratedAnswer:
     """One text in the making. Text that a stop text may still cut off is held back."""
 
     def __init__(self, tokenizer: Tokenizer, ends: Container[int], stops: Sequence[str]) -> None:
@@ -224,7 +225,7 @@ class Answer:
         self._from = self._read = 0
         self.count = 0
 
-    def add(self, drawn: Drawn, is_last: bool) -> Piece:
+    def add(self, drawn: Drawn, is_last: bool) -> TextPiece:
         """Take the next token and return the text that became final."""
         self.count += 1
         if drawn.token in self.end_tokens:
@@ -257,14 +258,14 @@ class Answer:
         if found:
             self.text, self.reason = self.text[: min(found)], "stop"
 
-    def _piece(self) -> Piece:
+    def _piece(self) -> TextPiece:
         end = len(self.text)
         if self.reason is None:
             end -= max((_overlap(self.text, stop) for stop in self.stops), default=0)
         text, self._sent = self.text[self._sent : end], max(self._sent, end)
         # Log-probabilities go with the text of their tokens.
         drawn, self._waiting = (tuple(self._waiting), []) if text or self.reason else ((), self._waiting)
-        return Piece(text, drawn, self.reason)
+        return TextPiece(text, drawn, self.reason)
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -276,13 +277,13 @@ def _overlap(text: str, stop: str) -> int:
 class Reply:
     """The parts that all documents of one answer share."""
 
-    model: Model
+    model: ServedModel
     request: CompletionRequest
     id: str
     created: int
 
     @classmethod
-    def to(cls, request: CompletionRequest, model: Model) -> Reply:
+    def to(cls, request: CompletionRequest, model: ServedModel) -> Reply:
         return cls(model, request, f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}", int(time.time()))
 
     def _head(self, chunk: bool) -> dict[str, Any]:
@@ -291,7 +292,7 @@ class Reply:
             kind = "chat.completion.chunk" if chunk else "chat.completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model.name}
 
-    def whole(self, pieces: Sequence[Sequence[Piece]], counts: Sequence[int]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[Sequence[TextPiece]], counts: Sequence[int]) -> dict[str, Any]:
         """Return the document of a request that does not stream, from the pieces of each text."""
         choices = []
         for index, parts in enumerate(pieces):
@@ -306,7 +307,7 @@ class Reply:
         delta = {"role": "assistant", "content": ""}
         return {**self._head(True), "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: TextPiece) -> dict[str, Any]:
         delta = {"content": piece.text} if piece.text else {}
         text: dict[str, Any] = {"delta": delta} if self.request.is_chat else {"text": piece.text}
         return {**self._head(True), "choices": [self._choice(index, piece.reason, piece.drawn) | text]}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.ops import all_gather
 from meshwright.data.packed import best_fit
-from meshwright.engine.batches import MicroBatches, Picked
+from meshwright.engine.batches import MicroBatches, SampleSubset
 from meshwright.engine.context import Context
 from meshwright.engine.executor import Executor
 from meshwright.engine.output import LOSS, StageOutput, Term
@@ -27,7 +27,7 @@ from meshwright.nn.grid.sides import gather_input
 from meshwright.nn.loss import logit_tiles
 
 
-class Continued(NamedTuple):
+class Continuation(NamedTuple):
     """The tokens of a text. The last `scored` tokens are the continuation to score."""
 
     ids: list[int]
@@ -44,7 +44,7 @@ class Score(NamedTuple):
 class PackedTexts:
     """Samples of concatenated texts. At scored tokens, `loss_mask` holds the number of the text plus 1."""
 
-    def __init__(self, texts: Sequence[Continued], seq: int, positions: bool) -> None:
+    def __init__(self, texts: Sequence[Continuation], seq: int, positions: bool) -> None:
         self.texts, self.seq, self.positions = texts, seq, positions
         self.bins = best_fit([len(text.ids) - 1 for text in texts], seq)
 
@@ -52,7 +52,8 @@ class PackedTexts:
         fields = {key: np.zeros(self.seq, np.int64) for key in ("tokens", "labels", "loss_mask", "segments")}
         places, begin = np.arange(self.seq), 0
         for segment, number in enumerate(self.bins[n]):
-            ids, scored = np.array(self.texts[number].ids), self.texts[number].scored
+            ids = np.array(self.texts[number].ids)
+            scored = self.texts[number].scored
             here = slice(begin, begin + len(ids) - 1)
             fields["tokens"][here], fields["labels"][here], fields["segments"][here] = ids[:-1], ids[1:], segment
             fields["loss_mask"][here.stop - scored : here.stop] = number + 1
@@ -62,7 +63,7 @@ class PackedTexts:
         return fields | ({"positions": places} if self.positions else {})
 
 
-def scores(ctx: Context, modules: Sequence[nn.Module], texts: Sequence[Continued]) -> list[Score]:
+def scores(ctx: Context, modules: Sequence[nn.Module], texts: Sequence[Continuation]) -> list[Score]:
     """Return the score of each text. A text has at most one token more than the model's context. All ranks call this
     with the same texts."""
     if not texts:
@@ -81,7 +82,7 @@ def scores(ctx: Context, modules: Sequence[nn.Module], texts: Sequence[Continued
 
     unit = validation_unit(ctx)
     executor = Executor(modules, ctx.mesh.pp, forward, ctx.parallel.streams)
-    batches = MicroBatches(ctx, Picked(data, range(len(data.bins))), fields_of(modules), ThreadPoolExecutor(1))
+    batches = MicroBatches(ctx, SampleSubset(data, range(len(data.bins))), fields_of(modules), ThreadPoolExecutor(1))
     mean_loss(executor, batches, -(-len(data.bins) // unit) * unit)
     # All tensor-parallel ranks hold the same sums. Count them only once.
     if ctx.mesh.tp.index > 0:
@@ -93,12 +94,15 @@ def scores(ctx: Context, modules: Sequence[nn.Module], texts: Sequence[Continued
 def _score_rows(head: Head, hidden: Tensor, labels: Tensor, mask: Tensor, sums: Tensor) -> None:
     """Add to `sums`, by text, the log-probabilities of the scored tokens and the number of tokens that are not the most
     likely ones."""
-    x, output, tp = head.ended(hidden), head.output, head.parallel.tp
+    x = head.final_hidden(hidden)
+    output = head.output
+    tp = head.parallel.tp
     rows = (mask > 0).nonzero().flatten()
     for at, logits in logit_tiles(gather_input(x, output.sides)[rows], output.weight, output.bias, copies=tp.size):
         logits = all_gather(logits.t().contiguous(), tp.name, tp.size)[: head.vocab].t()
         wide = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), 1)
-        label, number = labels[rows[at]], mask[rows[at]] - 1
+        label = labels[rows[at]]
+        number = mask[rows[at]] - 1
         logp = wide.gather(1, label[:, None])[:, 0].double()
         missed = (wide.argmax(1) != label).double()
         sums.index_add_(0, number, torch.stack((logp, missed), 1))

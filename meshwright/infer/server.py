@@ -21,7 +21,7 @@ from starlette.routing import Route
 from meshwright.errors import UserError
 from meshwright.infer.batching import Drawn
 from meshwright.infer.engine_thread import Engine
-from meshwright.infer.requests import Answer, BadRequest, CompletionRequest, Model, Piece, Reply
+from meshwright.infer.requests import BadRequest, CompletionRequest, GeneratedAnswer, Reply, ServedModel, TextPiece
 
 MOST_BYTES = 8 * 2**20  # The longest body of a request.
 STOPPING = "the server is stopping: ask another one"
@@ -34,11 +34,11 @@ Event = tuple[int, Drawn, bool]  # The number of the text in its request, the to
 class Texts:
     """The texts of one request while they are generated."""
 
-    def __init__(self, engine: Engine, model: Model, request: CompletionRequest) -> None:
+    def __init__(self, engine: Engine, model: ServedModel, request: CompletionRequest) -> None:
         loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         ends = model.chat_ends if request.is_chat else model.ends
-        self.answers = [Answer(model.tokenizer, ends, request.stops) for _ in request.texts]
+        self.answers = [GeneratedAnswer(model.tokenizer, ends, request.stops) for _ in request.texts]
         self._engine = engine
         self._unfinished = set(range(len(self.answers)))
 
@@ -64,7 +64,7 @@ class Texts:
             raise BadRequest("the server has as many requests as it takes: try again later", None, "overloaded", 429)
         self.keys = keys
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncIterator[tuple[int, TextPiece]]:
         """Yield (number of the text, its next final piece) until all texts have ended."""
         try:
             while self._unfinished:
@@ -83,7 +83,7 @@ class Texts:
             self.give_up()
 
     def give_up(self) -> None:
-        """End the texts that nobody waits for any more."""
+        """End the texts that no client waits for."""
         for index in self._unfinished:
             self._engine.cancel(self.keys[index])
         self._unfinished = set()
@@ -96,7 +96,7 @@ class Texts:
 class Service:
     """The routes of the server."""
 
-    def __init__(self, engine: Engine, model: Model, api_key: str, stopping: Callable[[], bool]) -> None:
+    def __init__(self, engine: Engine, model: ServedModel, api_key: str, stopping: Callable[[], bool]) -> None:
         self.engine, self.model, self.api_key, self.stopping = engine, model, api_key, stopping
 
     def app(self) -> Starlette:
@@ -153,12 +153,12 @@ class Service:
         if self.stopping():
             raise BadRequest(STOPPING, None, "stopping", 503)
         body = await _body(request)
-        # Long texts take a while to encode, and other requests go on meanwhile.
+        # Long texts take a while to encode, and other requests continue meanwhile.
         asked = await asyncio.to_thread(CompletionRequest.read, body, self.model, is_chat)
         texts, reply = Texts(self.engine, self.model, asked), Reply.to(asked, self.model)
         if asked.stream:
             return StreamingResponse(_streamed(texts, reply, asked), media_type="text/event-stream")
-        pieces: list[list[Piece]] = [[] for _ in asked.texts]
+        pieces: list[list[TextPiece]] = [[] for _ in asked.texts]
 
         async def collect() -> None:
             async for index, piece in texts.pieces():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.load import nested
+from meshwright.config.load import nest
 from meshwright.errors import UserError
 from meshwright.outside import parse_json, read_file
 from meshwright.spec.model.megatron import DEMANDS, model_values
@@ -35,7 +35,7 @@ class Found:
 
     @property
     def sections(self) -> dict[str, Any]:
-        return nested(self.values)
+        return nest(self.values)
 
 
 UNKNOWN = "not known here: look in docs/coming-from.md"

@@ -19,7 +19,7 @@ from meshwright.errors import UserError, plural
 from meshwright.interop.shards import Spread, SpreadWeights, unknown_forms
 from meshwright.interop.torch_files import StoredTensor, TorchFile, numbered, tensors_of
 from meshwright.outside import read_json
-from meshwright.spec.model.hf import family_named
+from meshwright.spec.model.hf import family_of_name
 
 TRACKER = "latest"
 MODEL = r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt"
@@ -40,7 +40,7 @@ def read_deepspeed(source: Path, like: Path | None = None, seq: int = 0) -> Spre
     it, the checkpoint's folder or the one above must hold it."""
     folder = _newest(source)
     config = _description(folder, source, like)
-    family = family_named(config.get("model_type"))
+    family = family_of_name(config.get("model_type"))
     if numbered(folder, PIPELINE):
         raise UserError(
             f"{folder} was saved by DeepSpeed's pipeline engine, whose files can't be imported: load it there and save "

@@ -17,12 +17,12 @@ from meshwright.record import checkpoint_format as fmt
 from meshwright.record.checkpoint_format import Index, SavedBlock, blocks_of
 from meshwright.spec.layout.params import slices_of
 from meshwright.spec.model.description import describe
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 
 
 def write_first_weights(model: ModelConfig, to: Path, seed: int) -> None:
     """Write the initial weights of a run with this seed, in float32, as a checkpoint without optimizer states."""
-    records = {record.name: record for record in describe(model).records(ALONE).values()}
+    records = {record.name: record for record in describe(model).records(SINGLE_RANK).values()}
     index = Index(step=0, consumed=0, world=1, config=config_of(model))
     for name, record in records.items():
         index.tensors[f"param/{name}"] = {"shape": list(record.shape), "dtype": "float32"}

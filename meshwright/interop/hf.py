@@ -27,7 +27,7 @@ from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.merged import MergedWeights, config_in, open_weights
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TORCH_DTYPES, TensorEntry
 from meshwright.config.sections import ModelConfig
-from meshwright.disk import hub_hint, refused
+from meshwright.disk import hub_hint, refusal
 from meshwright.errors import UserError, plural
 from meshwright.interop.upcycle import Upcycled
 from meshwright.outside import of_kind, read_json
@@ -38,7 +38,7 @@ from meshwright.spec.layout.params import Box, Init, ParamRecord
 from meshwright.spec.model.hf import FAMILIES, family_for
 from meshwright.spec.model.hf.family import Family
 from meshwright.spec.model.hf.folder import SHARDED_INDEX, SINGLE_FILE, has_weights
-from meshwright.spec.model.hf.rows import Mapped, SourceRows
+from meshwright.spec.model.hf.rows import SourceRows, TensorMapping
 
 NO_DATA = "imported"
 WEIGHTS_FILE = "rank-00000.safetensors"
@@ -70,7 +70,7 @@ def written_aside(to: Path) -> Iterator[Path]:
         fmt.sync_folder(aside)
         os.replace(aside, to)
     except OSError as error:
-        raise refused(f"{to} can't be written", error, to, "another folder") from None
+        raise refusal(f"{to} can't be written", error, to, "another folder") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -193,7 +193,7 @@ class ExportedTensor:
 
     entry: TensorEntry
     ours: str
-    mapped: Mapped
+    mapped: TensorMapping
     runs: list[SourceRows]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from meshwright.checkpoint import tensor_file
 from meshwright.checkpoint.base import Base, check_digest, digest, fill_range, open_base
 from meshwright.checkpoint.load import Reader
-from meshwright.checkpoint.merged import AdapterWeights, Change, box_record
+from meshwright.checkpoint.merged import AdapterValues, AdapterWeights, box_record
 from meshwright.checkpoint.tensor_file import DTYPE_CODES, TensorEntry
 from meshwright.config.sections import ModelConfig
 from meshwright.config.tune import TuneConfig
@@ -40,7 +40,7 @@ from meshwright.interop.peft_experts import (
     targets_of,
     unstacked,
 )
-from meshwright.nn.adapters.nf4 import rounded
+from meshwright.nn.adapters.nf4 import round_by_packing
 from meshwright.outside import of_kind, read_json
 from meshwright.record import checkpoint_format as fmt
 from meshwright.record.checkpoint_format import Index, SavedBlock
@@ -49,8 +49,8 @@ from meshwright.spec.layout.params import ParamRecord
 from meshwright.spec.model.description import describe
 from meshwright.spec.model.hf import FAMILIES, family_for
 from meshwright.spec.model.hf.family import Family, model_section
-from meshwright.spec.model.hf.rows import Mapped, SourceRows
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.hf.rows import SourceRows, TensorMapping
+from meshwright.spec.model.part import SINGLE_RANK
 from meshwright.spec.model.tuning import is_adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -99,7 +99,7 @@ def export_adapters(checkpoint: Path, to: Path, average: bool = False) -> dict[s
     for name in own.adapters:
         if len(own.records[name].shape) > 2:
             continue
-        for module, runs in _modules(family.mapped(model, own.records[name])):
+        for module, runs in _modules(family.map_tensor(model, own.records[name])):
             changes = [change for change in own.changes(name) if _rows_in(change, runs)]
             if changes:
                 tensors |= {f"{PREFIX}{module}.{key}": value for key, value in _stacked(changes, runs).items()}
@@ -111,8 +111,8 @@ def export_adapters(checkpoint: Path, to: Path, average: bool = False) -> dict[s
     trained_whole = [record for record in own.records.values() if record.trained and not is_adapter(record.name)]
     for record in trained_whole:
         tensors |= {PREFIX + source: value for source, value in _in_their_rows(family, model, own, record)}
-    linears = {m for record in describe(model).records(ALONE).values() if len(record.shape) > 1
-               for m, _ in _modules(family.mapped(model, record))}  # fmt: skip
+    linears = {m for record in describe(model).records(SINGLE_RANK).values() if len(record.shape) > 1
+               for m, _ in _modules(family.map_tensor(model, record))}  # fmt: skip
 
     # PEFT's scale is alpha / rank, or alpha / sqrt(rank) with rslora.
     written: dict[str, Any] = {
@@ -121,7 +121,7 @@ def export_adapters(checkpoint: Path, to: Path, average: bool = False) -> dict[s
         "lora_dropout": config.dropout, "use_rslora": config.rslora, "use_dora": config.trains_norms, "bias": "none",
         "fan_in_fan_out": bool(family.transposed), "target_modules": sorted(set(_suffixes(ranks, linears))),
         "modules_to_save": sorted(
-            {m.rpartition(".")[2] for r in trained_whole for m, _ in _modules(family.mapped(model, r))}
+            {m.rpartition(".")[2] for r in trained_whole for m, _ in _modules(family.map_tensor(model, r))}
         ) or None,
         **({"target_parameters": targets_of(expert_ranks)} if expert_ranks else {}),
     }  # fmt: skip
@@ -142,20 +142,20 @@ def export_adapters(checkpoint: Path, to: Path, average: bool = False) -> dict[s
     }  # fmt: skip
 
 
-def _modules(mapped: Mapped) -> Iterator[tuple[str, list[SourceRows]]]:
+def _modules(mapped: TensorMapping) -> Iterator[tuple[str, list[SourceRows]]]:
     """Yield the PEFT modules that hold rows of one of our tensors, each with its runs of these rows."""
     for source, runs in mapped.sources().items():
         yield source.rpartition(".")[0], runs
 
 
-def _rows_in(change: Change, runs: list[SourceRows]) -> bool:
+def _rows_in(change: AdapterValues, runs: list[SourceRows]) -> bool:
     """Return True if a module holds the rows of an adapter. No adapter is spread over several modules."""
     count = sum(part.count for run in runs if (part := run.of_ours(change.record.start, change.record.stop)))
     assert count in (0, change.record.stop - change.record.start)
     return count > 0
 
 
-def _stacked(changes: list[Change], runs: list[SourceRows]) -> dict[str, Tensor]:
+def _stacked(changes: list[AdapterValues], runs: list[SourceRows]) -> dict[str, Tensor]:
     """Return both factors of the one PEFT adapter that combines several of ours."""
     up = changes[0].up.new_zeros(sum(run.count for run in runs), sum(change.up.shape[1] for change in changes))
     column = 0
@@ -179,11 +179,11 @@ def row_norms(
         part = box_record(record.name, record.shape, (low, 0), (rows, record.shape[1]))
         values = torch.empty(part.local_shape, dtype=dtype)
         fill_range(base, part, 0, part.numel, values.view(-1))
-        norms.append(torch.linalg.vector_norm(rounded(values) if packed else values, dim=1))
+        norms.append(torch.linalg.vector_norm(round_by_packing(values) if packed else values, dim=1))
     return torch.cat(norms)
 
 
-def _norms(base: Base, own: AdapterWeights, name: str, changes: list[Change], runs: list[SourceRows]) -> Tensor:
+def _norms(base: Base, own: AdapterWeights, name: str, changes: list[AdapterValues], runs: list[SourceRows]) -> Tensor:
     """Return the norms of a PEFT module's rows with DoRA. Rows without an adapter keep the base's norms."""
     norms = changes[0].up.new_empty(sum(run.count for run in runs))
     for run in runs:
@@ -201,7 +201,7 @@ def _in_their_rows(
     family: Family, model: ModelConfig, own: AdapterWeights, record: ParamRecord
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a weight that is trained whole, in PEFT's layout: the name and values of each of its tensors."""
-    mapped, values = family.mapped(model, record), own.read(record)
+    mapped, values = family.map_tensor(model, record), own.read(record)
     for source, runs in mapped.sources().items():
         theirs = values.new_empty(sum(run.count for run in runs), *values.shape[1:])
         for run in runs:
@@ -276,7 +276,7 @@ def import_adapters(source: Path, to: Path, base: str) -> TuneConfig:
     origin = origin_of(weights)
     model = _model_of(base, weights)
     family, opened = family_of(base, model), open_base(base, model)
-    records = {record.name: record for record in describe(model).records(ALONE).values()}
+    records = {record.name: record for record in describe(model).records(SINGLE_RANK).values()}
     theirs = folder.adapters(family, records)
     rank = max((each.rank for each in theirs.values()), default=0)
     if not rank:
@@ -328,7 +328,7 @@ def _our_pieces(
                 adapters.setdefault(name, []).append(f"{block}.{name}")
                 taken |= of_experts[1]
             continue
-        for module, runs in _modules(family.mapped(model, records[weight])):
+        for module, runs in _modules(family.map_tensor(model, records[weight])):
             if module in theirs and any(run.of_ours(first, first + rows) for run in runs):
                 adapters.setdefault(name, []).append(f"{block}.{name}")
                 taken.add(module)
@@ -385,7 +385,7 @@ def _our_tensors(
     B."""
     for prefix, name, first, rows, weight in _pieces(model):
         adapted = name in tune.targets and len(records[weight].shape) == 2
-        for module, runs in _modules(family.mapped(model, records[weight])) if adapted else ():
+        for module, runs in _modules(family.map_tensor(model, records[weight])) if adapted else ():
             parts = [part for run in runs if (part := run.of_ours(first, first + rows))]
             if module not in theirs or not parts:
                 continue
@@ -399,7 +399,7 @@ def _our_tensors(
                 at = slice(part.start - first, part.start - first + part.count)
                 up[at, : one.up.shape[1]] = one.up[part.theirs].to(dtype) * (one.scale / tune.scale)
                 if one.norms is not None:
-                    # PEFT stores the norms themselves, we store their difference from the base's.
+                    # PEFT stores the norms themselves. Ours are stored as the difference from the base's.
                     own = row_norms(base, records[weight], part.start, part.count, dtype)
                     norms[at] = one.norms.flatten()[part.theirs].to(dtype) - own
             yield f"{prefix}.{name}.lora_a", down
@@ -413,7 +413,7 @@ def _trained_whole(
 ) -> list[str]:
     """Return the names of our tensors that a folder holds whole, in addition to its adapters."""
     return [name for name, record in records.items()
-            if all(source in tensors for source in family.mapped(model, record).sources())]  # fmt: skip
+            if all(source in tensors for source in family.map_tensor(model, record).sources())]  # fmt: skip
 
 
 def _part_of(name: str) -> str:
@@ -426,7 +426,7 @@ def _whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and values of our tensors that a folder holds whole."""
     for name in _trained_whole(family, model, records, tensors):
-        mapped = family.mapped(model, records[name])
+        mapped = family.map_tensor(model, records[name])
         ours = torch.empty(records[name].shape)
         for source, runs in mapped.sources().items():
             values = tensors[source].t() if mapped.transposed else tensors[source]

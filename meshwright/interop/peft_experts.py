@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.merged import AdapterWeights, Change
+from meshwright.checkpoint.merged import AdapterValues, AdapterWeights
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
 from meshwright.spec.layout.params import ParamRecord
@@ -68,7 +68,7 @@ def expert_tensors(family: Family, own: AdapterWeights) -> tuple[dict[str, Tenso
     return tensors, ranks
 
 
-def _stacked(changes: list[Change], weight: ParamRecord) -> tuple[Tensor, Tensor]:
+def _stacked(changes: list[AdapterValues], weight: ParamRecord) -> tuple[Tensor, Tensor]:
     """Return A and B of the one PEFT adapter of a weight. Each of our adapters has separate rows and columns in B."""
     down = torch.cat([change.down for change in changes], 1)
     up = down.new_zeros(weight.shape[0], weight.shape[1], down.shape[1])
@@ -124,7 +124,7 @@ def adapter_of_experts(
         return TheirAdapter(one.down, one.up[:, first : first + rows], one.scale, None), {parameter}
 
     # Older versions of PEFT: one module, and one adapter, for each expert.
-    modules = [run.source.rpartition(".")[0] for run in family.mapped(model, weight).runs
+    modules = [run.source.rpartition(".")[0] for run in family.map_tensor(model, weight).runs
                if first <= run.start % weight.shape[1] < first + rows]  # fmt: skip
     adapters = [theirs[module] for module in modules if module in theirs]
     if not adapters:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.errors import UserError, shortened
+from meshwright.errors import UserError, shorten
 
 DTYPES = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
@@ -140,13 +140,13 @@ class TorchFile:
         """Return the bytes of a storage, as a part of the mapped file."""
         entry = self._entries.get(f"{self._folder}data/{key}")
         if entry is None:
-            raise self.broken(f"it lacks the storage {shortened(key, 40)}")
+            raise self.broken(f"it lacks the storage {shorten(key, 40)}")
         # The lengths of the name and of the padding stand in the entry's own header, not in the archive's directory.
         at = entry.header_offset
         header = self._data[at : at + 30].tobytes()
         begin = at + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         if header[:4] != b"PK\x03\x04" or begin + entry.file_size > len(self._data):
-            raise self.broken(f"the storage {shortened(key, 40)} lies outside of it")
+            raise self.broken(f"the storage {shorten(key, 40)} lies outside of it")
         return self._data[begin : begin + entry.file_size]
 
 
@@ -225,11 +225,11 @@ def interpret(text: bytes, path: Path, file: TorchFile | None = None) -> Any:
             machine.step(opcode.name, argument)
     except _Foreign as found:
         raise UserError(
-            f"{path} asks for {shortened(found.args[0].full, 80)}, which no checkpoint of weights needs: "
+            f"{path} asks for {shorten(found.args[0].full, 80)}, which no checkpoint of weights needs: "
             "nothing of it was run. Name a file without it, from somebody you trust"
         ) from None
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, UnicodeDecodeError, OverflowError) as error:
-        raise broken(path, shortened(str(error) or type(error).__name__, 200)) from None
+        raise broken(path, shorten(str(error) or type(error).__name__, 200)) from None
     raise broken(path, "its description ends too early")
 
 

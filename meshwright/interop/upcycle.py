@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.hf_files import NamedWeights
-from meshwright.config.load import merged
+from meshwright.config.load import merge_sections
 from meshwright.config.sections import ModelConfig, TrainConfig
 from meshwright.config.yaml_text import parse_yaml
 from meshwright.errors import UserError, divisors, either, nearest
@@ -22,7 +22,7 @@ from meshwright.nn.parallel import draw_parameter
 from meshwright.spec.layout.params import slices_of
 from meshwright.spec.model.description import describe
 from meshwright.spec.model.hf.family import model_section
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 
 WORDS = ("count", "top_k", "ffn", "every", "first_dense", "seed")
 
@@ -35,7 +35,7 @@ class Upcycled:
         self.seed = given.pop("seed", TrainConfig().seed)
         self.folder, self.model = folder, mixture_of(folder.model, given)
         self.slices = folder.model.ffn // self.model.experts.ffn
-        self.records = {record.name: record for record in describe(self.model).records(ALONE).values()}
+        self.records = {record.name: record for record in describe(self.model).records(SINGLE_RANK).values()}
         self.shapes = {name: record.shape for name, record in self.records.items()}
 
     def stored_as(self, name: str, precision: str = "") -> str:
@@ -104,7 +104,7 @@ def mixture_of(dense: ModelConfig, given: dict[str, int]) -> ModelConfig:
             f"--upcycle count={given['count']} with ffn={ffn} would not give each of the MLP's {slices} slices to "
             f"equally many experts: make count a multiple of {slices}"
         )
-    model = model_section(merged(asdict(replace(dense, preset="")), {"experts": {**given, "ffn": ffn}}))
+    model = model_section(merge_sections(asdict(replace(dense, preset="")), {"experts": {**given, "ffn": ffn}}))
     if not any(model.experts.in_block(layer) for layer in range(model.layers)):
         raise UserError(f"--upcycle leaves none of the {model.layers} blocks with experts: lower every or first_dense")
     return model

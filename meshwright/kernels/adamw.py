@@ -37,7 +37,7 @@ def _halve(values):
 
 
 @triton.jit
-def _decayed(flips, count, begin, at, DECAYS: tl.constexpr, BLOCK: tl.constexpr):
+def _decay_mask(flips, count, begin, at, DECAYS: tl.constexpr, BLOCK: tl.constexpr):
     """Return a mask of the elements of a block to which weight decay applies.
 
     `flips` holds `count` sorted positions at which that changes, and then a sentinel beyond all elements.
@@ -74,7 +74,7 @@ def _adamw(
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     at = begin + tl.arange(0, BLOCK)
     inside = at < size
-    decayed = _decayed(flips, count, begin, at, DECAYS, BLOCK)
+    decayed = _decay_mask(flips, count, begin, at, DECAYS, BLOCK)
     g = tl.load(grad + at, mask=inside).to(tl.float32) * inverse
     m = tl.load(first + at, mask=inside).to(tl.float32)
     v = tl.load(second + at, mask=inside).to(tl.float32)

@@ -17,16 +17,16 @@ PROGRAMS = 264
 # Four programs for each multiprocessor: the fastest of the numbers tried for widths of 2048 and 3072.
 FORWARD_PROGRAMS = 528
 # Rows that are being read at once, if they are short enough to wait in shared memory.
-AHEAD = 3
+PREFETCHED_ROWS = 3
 SWIGLU_BLOCK = 1024
 
 
 @triton.jit
-def _rms_norm(x, weight, out, rstd, rows, width, eps, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+def _rms_norm(x, weight, out, rstd, rows, width, eps, BLOCK: tl.constexpr, PREFETCHED_ROWS: tl.constexpr):
     at = tl.arange(0, BLOCK)
     inside = at < width
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=AHEAD):
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=PREFETCHED_ROWS):
         here = row.to(tl.int64) * width + at
         v = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(v * v, 0) / width + eps)
@@ -41,7 +41,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     block = triton.next_power_of_2(width)
     short = block <= 4096
     _rms_norm[(min(rows, FORWARD_PROGRAMS),)](
-        x, weight, out, rstd, rows, width, eps, BLOCK=block, AHEAD=AHEAD if short else 1, num_warps=4 if short else 16
+        x,
+        weight,
+        out,
+        rstd,
+        rows,
+        width,
+        eps,
+        BLOCK=block,
+        PREFETCHED_ROWS=PREFETCHED_ROWS if short else 1,
+        num_warps=4 if short else 16,
     )
     return out, rstd
 
@@ -49,13 +58,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _rms_norm_backward(
     x, rstd, weight, grad, passed, out, normed, partial, rows, width,
-    HAS_PASSED: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_PASSED: tl.constexpr, BLOCK: tl.constexpr, PREFETCHED_ROWS: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, BLOCK)
     inside = at < width
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
-    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=AHEAD):
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=PREFETCHED_ROWS):
         here = row.to(tl.int64) * width + at
         scale = tl.load(rstd + row)
         y = tl.load(x + here, mask=inside, other=0.0).to(tl.float32) * scale
@@ -86,7 +95,8 @@ def rms_norm_backward(
     partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _rms_norm_backward[(programs,)](
         x, rstd, weight, grad, grad if passed is None else passed, out, normed, partial, rows, width,
-        HAS_PASSED=passed is not None, BLOCK=block, AHEAD=AHEAD if short else 1, num_warps=4 if short else 16,
+        HAS_PASSED=passed is not None, BLOCK=block, PREFETCHED_ROWS=PREFETCHED_ROWS if short else 1,
+        num_warps=4 if short else 16,
     )  # fmt: skip
     return out, normed, partial.sum(0)
 

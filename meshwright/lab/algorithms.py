@@ -45,7 +45,8 @@ def ring(size: int, place: int, on_node: int = 1) -> Sum:
 def _ring(members: Sequence[int], at: int, parts: Sequence[Pieces]) -> Sum:
     """Return the rounds of member `at` of a ring of some ranks of the group. Member k reduces the chunks parts[k]."""
     count = len(members)
-    right, left = members[(at + 1) % count], members[at - 1]
+    right = members[(at + 1) % count]
+    left = members[at - 1]
     # In `reduce`, a chunk starts at the right neighbour of the member that reduces it, goes once around the ring and
     # ends at that member. In `gather` it starts there.
     reduce = [Round(right, parts[at - s], left, parts[(at - 1 - s) % count]) for s in range(1, count)]
@@ -54,7 +55,7 @@ def _ring(members: Sequence[int], at: int, parts: Sequence[Pieces]) -> Sum:
 
 
 def tree(size: int, place: int, on_node: int = 1) -> Sum:
-    def held(rank: int, wanted: Callable[[int], bool]) -> Pieces:
+    def chunks_of(rank: int, wanted: Callable[[int], bool]) -> Pieces:
         """Return the chunks for which `wanted` accepts the number of `rank`, counted from the root of their tree."""
         return tuple(chunk for chunk in range(size) if wanted((rank - chunk) % size))
 
@@ -62,7 +63,8 @@ def tree(size: int, place: int, on_node: int = 1) -> Sum:
     for step in (1 << bit for bit in range((size - 1).bit_length())):
         # In the tree of chunk j, rank r has number r - j. Parents and children are `step` apart in every tree, so one
         # message carries the chunks of all trees in which this rank sends.
-        up, down = (place - step) % size, (place + step) % size
+        up = (place - step) % size
+        down = (place + step) % size
 
         def sends(number: int, step: int = step) -> bool:
             return number % (2 * step) == step
@@ -70,8 +72,8 @@ def tree(size: int, place: int, on_node: int = 1) -> Sum:
         def passes(number: int, step: int = step) -> bool:
             return number % (2 * step) == 0 and number + step < size
 
-        reduce.append(Round(up, held(place, sends), down, held(down, sends)))
-        gather.append(Round(down, held(place, passes), up, held(up, passes)))
+        reduce.append(Round(up, chunks_of(place, sends), down, chunks_of(down, sends)))
+        gather.append(Round(down, chunks_of(place, passes), up, chunks_of(up, passes)))
     return Sum(reduce, gather[::-1])
 
 

@@ -50,7 +50,7 @@ class Adapters:
         self._file = file
 
     @classmethod
-    def opened(cls, number: int, node: int, meet: Callable[[], None]) -> Adapters:
+    def open(cls, number: int, node: int, meet: Callable[[], None]) -> Adapters:
         """Open the adapters of a node. `number` identifies the run. `meet` returns when all ranks have called it."""
         path = Path(tempfile.gettempdir()) / f"meshwright-links-{number}-{node}"
         file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
@@ -72,11 +72,13 @@ class Adapters:
         return float(until)
 
 
-class Later:
+class DelayedSend:
     """A message that is passed to torch when it is due."""
 
     def __init__(self, begin: Callable[[], Any]) -> None:
-        self._begin, self._begun, self._work = begin, threading.Event(), None
+        self._begin = begin
+        self._begun = threading.Event()
+        self._work = None
         self._error: RuntimeError | None = None
 
     def begin(self) -> None:
@@ -94,7 +96,7 @@ class Later:
             self._work.wait()
 
 
-class Until:
+class DelayedCall:
     """A call that does not end before it is due."""
 
     def __init__(self, work: Any, due: float) -> None:
@@ -106,7 +108,7 @@ class Until:
         time.sleep(max(0.0, self._due - time.monotonic()))
 
 
-class Arriving:
+class DelayedReceive:
     """A message on its way to this rank. The rank's link takes in one message after the other."""
 
     def __init__(self, work: Any, take: Callable[[], float]) -> None:
@@ -123,17 +125,17 @@ class EmulatedLinks:
     def __init__(self, config: EmulateConfig, rank: int, node_size: int, adapters: Adapters | None) -> None:
         self.config, self.rank, self.node_size, self.adapters = config, rank, node_size, adapters
         self._free = self._free_in = 0.0
-        self._due: list[tuple[float, int, Later]] = []
+        self._due: list[tuple[float, int, DelayedSend]] = []
         self._numbers, self._changed = itertools.count(), threading.Condition()
         threading.Thread(target=self._deliver, daemon=True, name="meshwright-links").start()
 
     def begin(self, op: str, wire: int, ranks: Sequence[int], peer: int | None, launch: Callable[[], Any]) -> Any:
         if op == "receive":
-            return Arriving(launch(), lambda: self._taken(wire))
+            return DelayedReceive(launch(), lambda: self._time_received(wire))
         due = self._until(op, wire, ranks, peer)
         if peer is None:
-            return Until(launch(), due)
-        later = Later(launch)
+            return DelayedCall(launch(), due)
+        later = DelayedSend(launch)
         with self._changed:
             heapq.heappush(self._due, (due, next(self._numbers), later))
             self._changed.notify()
@@ -147,7 +149,7 @@ class EmulatedLinks:
         self._free = max(now, self._free) + self._seconds(op, wire, ranks if peer is None else (self.rank,))
         return self._free + late
 
-    def _taken(self, wire: int) -> float:
+    def _time_received(self, wire: int) -> float:
         """Return the time at which a received message is through this rank's link. Unless the link was busy with other
         messages, it took the message in while the sender's link sent it."""
         seconds = wire / (self.config.link_gb_s * 1e9 or math.inf)
@@ -185,11 +187,12 @@ def emulate_links(mesh: Mesh, config: EmulateConfig) -> None:
     """Send all further calls of a mesh through emulated links. All its ranks must call this together."""
     if mesh.world.alone or dist.get_backend() == "fake":
         return
-    node_size, adapters = mesh.layout.node_size or mesh.layout.world, None
+    node_size = mesh.layout.node_size or mesh.layout.world
+    adapters = None
     if config.network_gb_s and node_size < mesh.layout.world:
         # The number gives the ranks of a run one name for their shared file, which no other run uses.
         number = torch.tensor([random.getrandbits(48)])
         mesh.world.broadcast(number)
         meet = partial(mesh.world.all_reduce, torch.zeros(1))
-        adapters = Adapters.opened(int(number), mesh.rank // node_size, meet)  # type: ignore[arg-type]
+        adapters = Adapters.open(int(number), mesh.rank // node_size, meet)  # type: ignore[arg-type]
     mesh.use_links(EmulatedLinks(config, mesh.rank, node_size, adapters))

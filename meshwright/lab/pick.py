@@ -16,7 +16,7 @@ from meshwright.spec.traffic.ledger import OPERATIONS, bus_factor
 
 # One of our algorithms is chosen if it takes at most this fraction of torch's time. torch's sums overlap with backward
 # and ours do not, so a small gain is not worth it.
-WORTH = 0.8
+MAX_TIME_RATIO = 0.8
 
 
 @lru_cache(maxsize=10_000)
@@ -65,11 +65,11 @@ def fits(kind: str, size: int) -> bool:
 
 def fastest(links: Links, op: str, payload: float, size: int, on_node: int) -> str:
     """Return the algorithm that is expected to be fastest for one sum. This is torch's, unless another one takes at
-    most `WORTH` of its time."""
+    most `MAX_TIME_RATIO` of its time."""
     kinds = ["torch", *(kind for kind in ALGORITHMS if fits(kind, size))]
     seconds = {kind: algorithm_seconds(links, kind, op, payload, size, on_node) for kind in kinds}
     best = min(seconds, key=lambda kind: seconds[kind])
-    return best if seconds[best] <= WORTH * seconds["torch"] else "torch"
+    return best if seconds[best] <= MAX_TIME_RATIO * seconds["torch"] else "torch"
 
 
 def links_of(config: LinkConfig, on_node: int, node_size: int) -> Links:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meshwright.comm.group import Group
     from meshwright.config.comm import LinkConfig
     from meshwright.engine.sharding.buffers import Bucket
-    from meshwright.engine.sharding.reducers import Network, PendingReduction
+    from meshwright.engine.sharding.reducers import LinkCost, PendingReduction
     from meshwright.spec.layout.params import ParamRecord
 
 
@@ -61,7 +61,7 @@ class AlgorithmReducer(PlainReducer):
         return self.chosen(op, payload, ranks, on_node) not in ALGORITHMS
 
     def seconds(
-        self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
+        self, network: LinkCost, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
         on_node: int,
     ) -> float:  # fmt: skip
         payload = elements * element_bytes
@@ -95,19 +95,19 @@ class GatherToOne(PlainReducer):
         return False
 
     def seconds(
-        self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
+        self, network: LinkCost, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
         on_node: int,
     ) -> float:  # fmt: skip
         return network.through_one(elements * element_bytes, ranks, on_node)
 
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
-        return ThroughOne(grads, grads, group)
+        return SumThroughFirst(grads, grads, group)
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> PendingReduction:
-        return ThroughOne(out, grads, group)
+        return SumThroughFirst(out, grads, group)
 
 
-class ThroughOne:
+class SumThroughFirst:
     """A sum through the first rank of a group. All communication happens in `wait`."""
 
     def __init__(self, out: Tensor, grads: Tensor, group: Group) -> None:
@@ -155,21 +155,24 @@ class Rounds:
         self.kind = reducer.chosen(op, grads.nbytes, group.size, self._on_node)
 
     def wait(self) -> None:
-        group, pieces = self._group, self._grads.view(self._group.size, -1)
+        group = self._group
+        pieces = self._grads.view(self._group.size, -1)
         if not group.alone:
             for step in self._steps(pieces.device):
                 # Contiguous slices that replace others are received in place. All others need a buffer.
                 direct = isinstance(step.received, slice) and not step.adds
                 received = pieces[step.received] if direct else pieces.new_empty(step.arriving, pieces.shape[1])
-                group.exchange(_taken(pieces, step.sent), step.to, received, step.source).wait()
+                group.exchange(_take_slices(pieces, step.sent), step.to, received, step.source).wait()
                 if not direct:
-                    _put(pieces, step.received, received, step.adds)
+                    _put_slices(pieces, step.received, received, step.adds)
         if OPERATIONS[self._op].rounds == 1:
             self._out.copy_(pieces[max(0, group.index)])
 
     def _steps(self, device: Any) -> list[Step]:
         """Return the rounds of this rank, which are cached with their indices on the device."""
-        group, known, key = self._group, self._reducer.steps, (self._group.name, self.kind, self._op, device)
+        group = self._group
+        known = self._reducer.steps
+        key = (self._group.name, self.kind, self._op, device)
         if key not in known:
             order = ring_order(group.ranks, self._reducer.node_size, self._reducer.switches)
             rounds = rounds_of(self.kind, group.size, group.index, self._op, self._on_node, order)
@@ -196,11 +199,11 @@ def _pieces_index(pieces: Pieces, device: Any) -> slice | Tensor:
     return upload(torch.tensor(pieces), device)
 
 
-def _taken(pieces: Tensor, index: slice | Tensor) -> Tensor:
+def _take_slices(pieces: Tensor, index: slice | Tensor) -> Tensor:
     return pieces[index] if isinstance(index, slice) else pieces.index_select(0, index)
 
 
-def _put(pieces: Tensor, index: slice | Tensor, received: Tensor, adds: bool) -> None:
+def _put_slices(pieces: Tensor, index: slice | Tensor, received: Tensor, adds: bool) -> None:
     """Add received slices to the local ones, or replace them. (Contiguous ones that replace are received in place.)"""
     if isinstance(index, slice):
         pieces[index].add_(received)

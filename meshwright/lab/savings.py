@@ -15,17 +15,17 @@ import torch
 
 from meshwright.comm.flight import FlightRecord
 from meshwright.comm.mesh import Mesh
-from meshwright.comm.watchdog import watched
+from meshwright.comm.watchdog import watchdog_for
 from meshwright.config.comm import EmulateConfig
 from meshwright.config.sections import Config
 from meshwright.device import Device
 from meshwright.dryrun.stand_ins import RandomTokens
 from meshwright.engine.context import build_context
 from meshwright.engine.providers import forward_step, model_provider
-from meshwright.engine.sharding.compression.making import summed
+from meshwright.engine.sharding.compression.making import begin_sum
 from meshwright.engine.step import Trainer
 from meshwright.lab.reducers import GatherToOne
-from meshwright.lab.techniques import Figures, Technique, calibrated, with_links
+from meshwright.lab.techniques import Figures, Technique, calibrate, with_links
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.job import Job
@@ -35,7 +35,7 @@ from meshwright.spec.model.description import layout_of
 
 FREE_GB_S = 1e6  # A rate at which links take practically no time.
 # The steps before the timed ones. Buckets are reduced during backward from the second step on.
-WARM = 2
+WARM_UP_STEPS = 2
 
 
 def usual(times: Sequence[float]) -> float:
@@ -51,7 +51,7 @@ def make_trainer(config: Config, rank: int, world: int, device: Device, groups: 
     return Trainer(ctx, build_modules(ctx, model_provider), forward_step, data, reducer=reducer)
 
 
-class Turns:
+class TechniqueRun:
     """One technique's trainer, and the measurements of its steps. The techniques take turns, step by step."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -64,32 +64,32 @@ class Turns:
     def step(self) -> None:
         """Train one step together with all ranks, and then make a step's compressed messages without sending them."""
         trainer, device = self.trainer, self.trainer.ctx.device
-        trainer.ctx.mesh.world.agreed(0.0, device.torch)
-        begin, worked = time.perf_counter(), device.worked()
+        trainer.ctx.mesh.world.max_over_ranks(0.0, device.torch)
+        begin, worked = time.perf_counter(), device.work_seconds()
         trainer.step()
-        self.work.append(device.worked() - worked)
+        self.work.append(device.work_seconds() - worked)
         self.times.append(time.perf_counter() - begin)
         self.waits.append(sum(trainer.ctx.ledger.waited.values()))
-        self.sent = _sent(trainer)
+        self.sent = _sent_bytes(trainer)
         self.making.append(making_work(trainer))
 
-    def agreed(self, values: Sequence[float]) -> float:
+    def slowest_median(self, values: Sequence[float]) -> float:
         """Return the usual value of the slowest rank."""
-        return self.trainer.ctx.mesh.world.agreed(usual(values), self.trainer.ctx.device.torch)
+        return self.trainer.ctx.mesh.world.max_over_ranks(usual(values), self.trainer.ctx.device.torch)
 
     def figures(self) -> Figures:
         config = self.trainer.ctx.config
-        step, exposed = self.agreed(self.times), self.agreed(self.waits)
+        step, exposed = self.slowest_median(self.times), self.slowest_median(self.waits)
         return Figures(self.sent, exposed, step, config.train.global_batch * config.model.seq / step)
 
-    def making_seconds(self, own: Turns) -> float:
+    def making_seconds(self, own: TechniqueRun) -> float:
         """Return the seconds per step of making and reading compressed messages.
 
         Their processor time is scaled like a step's compute on the machine's `own` links, where ranks also share
         processors and wait for each other. The wall time of making messages is not used: it is a few milliseconds, and
         depends mostly on which rank happens to get a processor.
         """
-        return self.agreed(self.making) * own.agreed(own.times) / own.agreed(own.work)
+        return self.slowest_median(self.making) * own.slowest_median(own.times) / own.slowest_median(own.work)
 
 
 def measure(
@@ -107,7 +107,8 @@ def measure(
         for _ in range(steps):
             for turn in turns:
                 turn.step()
-        figures, making = [turn.figures() for turn in turns], [turn.making_seconds(turns[-1]) for turn in turns]
+        figures = [turn.figures() for turn in turns]
+        making = [turn.making_seconds(turns[-1]) for turn in turns]
     del turns
     gc.collect()
     return figures[:-1], making[:-1], figures[-1].step_s
@@ -116,10 +117,10 @@ def measure(
 def _ready(
     found: Sequence[Technique], rank: int, world: int, device: Device, say: Callable[[str], None], own_world: bool,
     watching: ExitStack,
-) -> list[Turns]:  # fmt: skip
+) -> list[TechniqueRun]:  # fmt: skip
     """Return the trainers of all techniques, and last that of the machine's real links, without emulation. One watchdog
     watches the calls of all trainers, until `watching` ends."""
-    turns: list[Turns] = []
+    turns: list[TechniqueRun] = []
     made: dict[Layout, dict[str, Any]] = {}
     flight: FlightRecord | None = None
     base = found[0].config
@@ -130,20 +131,21 @@ def _ready(
             timeout = technique.config.comm.timeout
             mesh = Mesh(layout, rank, timeout=timeout)
             made[layout] = {name: group.process_group for name, group in mesh.groups.items() if not group.alone}
-            flight = flight or watching.enter_context(watched(mesh, timeout, device, own_world)).flight
+            flight = flight or watching.enter_context(watchdog_for(mesh, timeout, device, own_world)).flight
         naive = isinstance(technique.reducer, GatherToOne)
-        turns.append(Turns(make_trainer(technique.config, rank, world, device, made[layout], naive)))
+        turns.append(TechniqueRun(make_trainer(technique.config, rank, world, device, made[layout], naive)))
         assert flight is not None
         turns[-1].trainer.ctx.mesh.use_flight(flight)
-        for _ in range(WARM):
+        for _ in range(WARM_UP_STEPS):
             turns[-1].trainer.step()
         say(f"{technique.name} is ready")
     return turns
 
 
-def _sent(trainer: Trainer) -> dict[str, float]:
+def _sent_bytes(trainer: Trainer) -> dict[str, float]:
     """Return the bytes that a rank sent in the last step, by axis, averaged over all ranks."""
-    axes, sums = trainer.ctx.layout.step_groups(), Counter[str]()
+    axes = trainer.ctx.layout.step_groups()
+    sums = Counter[str]()
     for entry, totals in trainer.ctx.ledger.entries.items():
         sums[entry.axis] += totals.wire_bytes
     names = sorted({trainer.ctx.layout.without_ones(axis) for axis in axes})
@@ -159,11 +161,11 @@ def own_compute(job: Job, measured_s: float, cluster: Cluster) -> Cluster:
     communication is free, so the real links must be much faster than the emulated ones.
     """
     fast = EmulateConfig(link_gb_s=FREE_GB_S, network_gb_s=FREE_GB_S)
-    return calibrated(cluster, predict_cost(job, with_links(cluster, fast, job.node_size)).step_s, measured_s)
+    return calibrate(cluster, predict_cost(job, with_links(cluster, fast, job.node_size)).step_s, measured_s)
 
 
 def making_work(trainer: Trainer) -> float:
-    """Return a rank's work per step to make and read compressed messages, as `Device.worked` counts it.
+    """Return a rank's work per step to make and read compressed messages, as `Device.work_seconds` counts it.
 
     The planner does not know this work. It is measured without sending, while all ranks do the same.
     """
@@ -174,11 +176,11 @@ def making_work(trainer: Trainer) -> float:
     buckets = [bucket for bucket in parallel.buckets if bucket.buffer.key.compressed]
     # Draw the gradients before the clock starts: in a real step, backward provides them.
     drawn = [torch.randn_like(bucket.own_grads.new_empty(bucket.stop - bucket.start)) for bucket in buckets]
-    ctx.mesh.world.agreed(0.0, ctx.device.torch)
-    begin, pendings = ctx.device.worked(), []
+    ctx.mesh.world.max_over_ranks(0.0, ctx.device.torch)
+    begin, pendings = ctx.device.work_seconds(), []
     for bucket, grads in zip(buckets, drawn, strict=True):
-        pendings.append(summed(reducer, bucket, grads, *parallel.groups(bucket.buffer), links=False))
+        pendings.append(begin_sum(reducer, bucket, grads, *parallel.groups(bucket.buffer), links=False))
     for pending in pendings:
         pending.wait()
     times_per_step = trainer.micro_batches if ctx.config.zero.stage >= 2 else 1
-    return (ctx.device.worked() - begin) * times_per_step
+    return (ctx.device.work_seconds() - begin) * times_per_step

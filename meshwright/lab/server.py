@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from meshwright.comm.group import Group
     from meshwright.engine.sharding.buffers import Bucket, FlatBuffer
-    from meshwright.engine.sharding.reducers import Network, PendingReduction
+    from meshwright.engine.sharding.reducers import LinkCost, PendingReduction
     from meshwright.spec.layout.params import ParamRecord
 
 WIDE_BYTES = 4  # Late gradients are held in float32 or wider.
@@ -73,7 +73,7 @@ class ServerReducer(PlainReducer):
         return False
 
     def seconds(
-        self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
+        self, network: LinkCost, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
         on_node: int,
     ) -> float:  # fmt: skip
         """Return the seconds of a sum (see `ReducerPlan`), which grow with the number of ranks per server."""
@@ -90,7 +90,8 @@ class ServerReducer(PlainReducer):
 
         self._buffers = buffers
         for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
-            size, like = bucket.stop - bucket.start, bucket.own_grads
+            size = bucket.stop - bucket.start
+            like = bucket.own_grads
             new = (torch.zeros(size, dtype=wide(like.dtype), device=like.device) for _ in range(self.staleness))
             self._late[bucket] = deque(new)
 
@@ -100,11 +101,12 @@ class ServerReducer(PlainReducer):
     def all_reduce(self, bucket: Bucket, grads: Tensor, group: Group) -> PendingReduction:
         if self.staleness:
             self._delay(self._late[bucket], grads, max(0, group.index))
-        return Serving(self, grads, group)
+        return ServerSum(self, grads, group)
 
     def _delay(self, late: deque[Tensor], grads: Tensor, rank: int) -> None:
         """Replace a rank's gradients by those that reach the servers in this step."""
-        steps, arriving = steps_late(self.seed, self._step, rank, self.staleness), late.popleft()
+        steps = steps_late(self.seed, self._step, rank, self.staleness)
+        arriving = late.popleft()
         # Held gradients are stored without the loss scale, which may change before they arrive.
         held = None
         if steps:
@@ -121,7 +123,7 @@ class ServerReducer(PlainReducer):
                 yield f"late{steps + 1}", buffer, [self._late[bucket][steps] for bucket in buffer.buckets]
 
 
-class Serving:
+class ServerSum:
     """A sum through the servers. The push is in flight; the pull happens in `wait`."""
 
     def __init__(self, reducer: ServerReducer, grads: Tensor, group: Group) -> None:

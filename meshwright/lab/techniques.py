@@ -31,7 +31,7 @@ ONE_BUCKET = 2.0**20  # MiB. A naive sum puts all gradients into one bucket.
 BASE = "as configured"
 FIRST = 0.5  # The share of the time of making and reading messages that passes before the first can be waited for.
 LOCAL_STEPS = (4, 16)  # The steps of replicas between synchronisations.
-OWN = ("ring", "tree", "halving_doubling", "hierarchical")
+OWN_ALGORITHMS = ("ring", "tree", "halving_doubling", "hierarchical")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def techniques(config: Config, job: Job) -> list[Technique]:
         possible.append(Technique("gather to one", replace(config, comm=naive), GatherToOne()))
         ranks = job.layout.group(DATA_AXES, 0)
         on_node = neighbours_on_node(ranks, job.node_size)
-        for kind in (*OWN, *(["auto"] if c.known_links.link_gb_s else [])):
+        for kind in (*OWN_ALGORITHMS, *(["auto"] if c.known_links.link_gb_s else [])):
             if kind != "hierarchical" or 1 < on_node < len(ranks):
                 add(f"own {kind}", replace(plain, algorithm=AlgorithmConfig(dp=kind)))  # type: ignore[arg-type]
     if exchange_parts(job.layout):
@@ -106,7 +106,7 @@ def techniques(config: Config, job: Job) -> list[Technique]:
     return possible
 
 
-def expected(technique: Technique, job: Job, cluster: Cluster, making_s: float = 0.0) -> Figures:
+def planned_figures(technique: Technique, job: Job, cluster: Cluster, making_s: float = 0.0) -> Figures:
     """Return the planner's figures for a technique.
 
     `making_s` is the seconds of making compressed messages, which the planner does not know. While the first messages
@@ -115,10 +115,10 @@ def expected(technique: Technique, job: Job, cluster: Cluster, making_s: float =
     """
     job = replace(job, config=technique.config, reducer=technique.reducer)
     cost = predict_cost(job, cluster)
-    exposed = sum(axis.exposed for axis in cost.axes.values())
+    exposed = sum(axis.exposed_seconds for axis in cost.axes.values())
     ranks = range(job.layout.pp)
     buckets = max(sum(len(one.buckets) for one in buffer_sizes(job, rank) if one.mixed) for rank in ranks)
-    sums = sum(cost.axes[axis].exposed for axis in ("dp", "edp") if axis in cost.axes)
+    sums = sum(cost.axes[axis].exposed_seconds for axis in ("dp", "edp") if axis in cost.axes)
     hidden = min(FIRST * making_s, sums) * (1 - 1 / buckets) if buckets else 0.0
     step = cost.step_s + making_s - hidden
     return Figures(sent_by_axis(job), exposed - hidden, step, job.tokens / step)
@@ -139,14 +139,15 @@ def with_links(cluster: Cluster, links: EmulateConfig, node_size: int) -> Cluste
     """Return the cluster with the links that `comm.emulate` emulates."""
     if not links.on:
         return cluster
-    link, latency = links.link_gb_s or cluster.node.link_gb_s, links.latency_us or 0.001
+    link = links.link_gb_s or cluster.node.link_gb_s
+    latency = links.latency_us or 0.001
     network = Network(links.network_gb_s or link * node_size, latency)
     node = replace(cluster.node, devices=node_size, link_gb_s=link, link_latency_us=latency)
     efficiency = replace(cluster.efficiency, link=1.0, network=1.0)
     return replace(cluster, node=node, network=network, efficiency=efficiency, ops={}, name=f"{cluster.name}, emulated")
 
 
-def calibrated(cluster: Cluster, planned_s: float, measured_s: float) -> Cluster:
+def calibrate(cluster: Cluster, planned_s: float, measured_s: float) -> Cluster:
     """Return the cluster with its devices' rates scaled such that a planned step takes as long as the measured one."""
     factor = planned_s / measured_s
     device = cluster.device
@@ -158,7 +159,7 @@ def calibrated(cluster: Cluster, planned_s: float, measured_s: float) -> Cluster
     return replace(cluster, device=scaled, name=f"{cluster.name} x {factor:.3g}")
 
 
-def saving(base: float, value: float) -> float:
+def saved_share(base: float, value: float) -> float:
     """Return the share of `base` that `value` saves."""
     return 1.0 - value / base if base else 0.0
 

@@ -22,7 +22,7 @@ from signal import SIGKILL, SIGTERM
 from meshwright.checkpoint.keeper import KEEPERS, KEY
 from meshwright.errors import UserError, notice, plural
 from meshwright.launch.launch import REGROUP, SHUTDOWN_S, STOP, Outcome, Team, in_short, is_final, signal_ranks
-from meshwright.launch.nodes import Board, Generation, Node, Share, knock, new_node
+from meshwright.launch.nodes import Board, Generation, LauncherNote, NodeShare, knock, new_node
 from meshwright.launch.processes import LOOPBACK, LOST
 
 JOIN_S = 30.0  # A first start waits this long for more nodes than it needs.
@@ -35,7 +35,7 @@ FAILURES = 3  # A run gives up after this many failures in a row without a new s
 
 
 @dataclass(frozen=True)
-class Wishes:
+class LauncherOptions:
     """The options of one node's launcher.
 
     `choose(n)` returns the number of ranks, at most n, that the planner would train with, and their layout as words
@@ -71,7 +71,7 @@ class Places:
         self._until: dict[int, float] = {}
         self._times: dict[int, int] = {}
 
-    def failed(self, place: int) -> float:
+    def let_rest(self, place: int) -> float:
         """Let a device rest. Return the seconds that it will rest."""
         self._times[place] = self._times.get(place, 0) + 1
         seconds = self.rest * 2.0 ** min(self._times[place] - 1, 10)
@@ -113,7 +113,7 @@ class Watch:
 class Elastic:
     """The launcher of one node. `start(team, words)` runs the node's ranks once and returns how they ended."""
 
-    def __init__(self, wishes: Wishes, folder: Path, start: Callable[[Team, list[str]], Outcome]) -> None:
+    def __init__(self, wishes: LauncherOptions, folder: Path, start: Callable[[Team, list[str]], Outcome]) -> None:
         self.wishes, self.folder, self.start = wishes, folder, start
         self.places = Places(wishes.nproc + wishes.spares, wishes.rest)
         me = new_node(wishes.address, wishes.port, self.places.free())
@@ -125,17 +125,19 @@ class Elastic:
         self._why = ""  # The reason for the next generation.
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         return (self.folder / STOP).exists()
 
     def run(self) -> Outcome:
         """Run one generation after another until the run ends. Return the outcome of the last one."""
-        best_step, failures, ended = 0, 0, Outcome(0)
-        with self.board.beating():
+        best_step = 0
+        failures = 0
+        ended = Outcome(0)
+        with self.board.heartbeat():
             while (generation := self._next()) is not None:
                 ended = self._run(generation)
                 # The ranks stopped only to start again with more of them.
-                if ended.code == 0 and self.board.is_reshaped(generation.number) and not self.stopped:
+                if ended.code == 0 and self.board.is_reshaped(generation.number) and not self.is_stopped:
                     self._why, self._loss = "", None
                     continue
                 if is_final(ended.code):
@@ -157,7 +159,7 @@ class Elastic:
         index = generation.index_of(self.board.me.name)
         if ended.failed is not None and index is not None:
             place = generation.shares[index].places[ended.failed]
-            seconds = self.places.failed(place)
+            seconds = self.places.let_rest(place)
             self._why += f"; its device, {place}, rests for {seconds:.0f} s"
         notice(f"meshwright: {self._why}; the rest continues")
         # The first node need not report the fault: it will report the restart, with the same reason.
@@ -173,7 +175,7 @@ class Elastic:
         """
         self.board.say(state="ready", places=self.places.free())
         began, notice_after = time.monotonic(), WORD_S
-        while not self.stopped:
+        while not self.is_stopped:
             nodes, newest = self.board.look(), self.board.newest()
             if newest is not None and any(newest.index_of(node.name) is not None for node in nodes):
                 is_new = self.last is None or newest.number > self.last.number
@@ -192,17 +194,17 @@ class Elastic:
             time.sleep(POLL_S)
         return None
 
-    def _leads(self, nodes: list[Node]) -> bool:
+    def _leads(self, nodes: list[LauncherNote]) -> bool:
         return next(node.name for node in nodes if not node.has_left) == self.board.me.name
 
-    def _has_ended(self, nodes: list[Node]) -> bool:
+    def _has_ended(self, nodes: list[LauncherNote]) -> bool:
         """Return True if the last generation finished the run or was stopped while this node waited."""
         assert self.last is not None
         number = self.last.number
         ended = any(n.ended_well and n.generation == number for n in nodes)
         return ended and not self.board.is_reshaped(number)
 
-    def _lead(self, nodes: list[Node], waited: float) -> Generation | None:
+    def _lead(self, nodes: list[LauncherNote], waited: float) -> Generation | None:
         """Make and return the next generation if no node still runs ranks and enough nodes are ready; else None."""
         wishes, first = self.wishes, self.last is None
         ready = self._reachable([node for node in nodes if node.is_ready])
@@ -215,7 +217,7 @@ class Elastic:
         ranks, words = self._layout_for(sum(len(node.places) for node in ready))
         counts = divide(ranks, [len(node.places) for node in ready], wishes.nproc)
         shares = [
-            Share(node.name, node.address, node.port, node.places[:count])
+            NodeShare(node.name, node.address, node.port, node.places[:count])
             for node, count in zip(ready, counts, strict=True) if count
         ]  # fmt: skip
         made = self.board.begin(lambda number: self._generation(number, shares, words, ranks))
@@ -223,7 +225,7 @@ class Elastic:
             self._say(made)
         return made
 
-    def _generation(self, number: int, shares: list[Share], words: list[str], ranks: int) -> Generation:
+    def _generation(self, number: int, shares: list[NodeShare], words: list[str], ranks: int) -> Generation:
         self.board.tidy()
         # The socket listens before any rank starts, so no other process can take its port.
         self._door = socket.create_server((shares[0].address, 0))
@@ -233,8 +235,9 @@ class Elastic:
         attempt = last.attempt + 1 if last else 0
         here = {share.name for share in shares}
         # Nodes without ranks may have keepers that hold memory copies.
-        beside = [Share(n.name, n.address, n.port, []) for n in self.board.look() if n.port and n.name not in here]
-        port, full = self._door.getsockname()[1], ranks == self.wishes.target
+        beside = [NodeShare(n.name, n.address, n.port, []) for n in self.board.look() if n.port and n.name not in here]
+        port = self._door.getsockname()[1]
+        full = ranks == self.wishes.target
         return Generation(number, attempt, job, shares[0].address, port, shares, words, full, key, beside)
 
     def _say(self, made: Generation) -> None:
@@ -245,7 +248,7 @@ class Elastic:
             notice(f"meshwright: {again}")
             self.wishes.tell("restart" if self._why else "reshape", f"{self._why}{'; ' if self._why else ''}{again}")
 
-    def _reachable(self, nodes: list[Node]) -> list[Node]:
+    def _reachable(self, nodes: list[LauncherNote]) -> list[LauncherNote]:
         """Return the nodes whose keepers accept connections. This node, and nodes without a keeper, always count."""
         mine = self.board.me.name
         return [n for n in nodes if n.name == mine or not n.port or knock(n.address, n.port) == "open"]
@@ -280,7 +283,7 @@ class Elastic:
         )  # fmt: skip
         (self.folder / REGROUP).unlink(missing_ok=True)
         self.board.say(state="running", generation=generation.number, fault="")
-        with self._watching(generation) as watch:
+        with self._watch_nodes(generation) as watch:
             ended = self.start(team, generation.words)
         if is_final(ended.code) or len(generation.shares) == 1:
             return ended
@@ -313,7 +316,8 @@ class Elastic:
         for share in generation.shares:
             if share.name == self.board.me.name:
                 continue
-            node, name = present.get(share.name), f"node {share.name}"
+            node = present.get(share.name)
+            name = f"node {share.name}"
             fault = node.fault if node is not None and node.generation == generation.number else ""
             # A node that is in a later generation, or has left, will not report on this one.
             past = node is not None and (node.generation > generation.number or node.has_left)
@@ -324,7 +328,7 @@ class Elastic:
         return failed, silent
 
     @contextlib.contextmanager
-    def _watching(self, generation: Generation) -> Iterator[Watch]:
+    def _watch_nodes(self, generation: Generation) -> Iterator[Watch]:
         """Watch the other nodes in a thread while this node's ranks run.
 
         If a node is lost, kill this node's ranks, which wait for it. If this node leads and more ranks could train, ask
@@ -340,7 +344,7 @@ class Elastic:
                 with contextlib.suppress(OSError):
                     self.board.say(places=self.places.free())
                     nodes = self.board.look()
-                    if lost := self._lost(generation, nodes, last_heard):
+                    if lost := self._lost_nodes(generation, nodes, last_heard):
                         watch.lost = lost
                         if not ended.wait(END_S):
                             watch.killed = True
@@ -362,7 +366,7 @@ class Elastic:
             ended.set()
             thread.join()
 
-    def _lost(self, generation: Generation, nodes: list[Node], last_heard: dict[str, float]) -> list[str]:
+    def _lost_nodes(self, generation: Generation, nodes: list[LauncherNote], last_heard: dict[str, float]) -> list[str]:
         """Return the nodes of this generation that are gone, have failed, or can no longer be reached.
 
         `last_heard` keeps the time at which each node was last reached from call to call.
@@ -385,7 +389,7 @@ class Elastic:
                 lost.append(f"node {share.name}")
         return lost
 
-    def _grows(self, generation: Generation, nodes: list[Node]) -> bool:
+    def _grows(self, generation: Generation, nodes: list[LauncherNote]) -> bool:
         """Return True if more ranks could train now than this generation has."""
         offered = self._reachable([node for node in nodes if node.is_ready or node.is_running])[: self.wishes.most]
         total = sum(len(node.places) for node in offered)

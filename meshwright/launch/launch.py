@@ -28,12 +28,12 @@ from typing import Any
 from meshwright.comm.process import quiet_torch, raise_file_limit
 from meshwright.disk import mistake_of
 from meshwright.errors import UserError, begin_line, notice
-from meshwright.launch.processes import DEVICE, LOOPBACK, OWN_RUN, Place, find_place, interface_of, loopback
+from meshwright.launch.processes import DEVICE, LOOPBACK, OWN_RUN, ProcessPlace, find_place, interface_of, loopback
 from meshwright.launch.rank_process import end_process, end_with_launcher, name_rank
 from meshwright.launch.signals import (
-    OF_TERMINALS,
     SAME_CTRL_C_S,
     STOP_SIGNALS,
+    TERMINAL_SIGNALS,
     StopRequests,
     stops_handled_by,
     taken_over,
@@ -129,7 +129,7 @@ def _rank(team: Team, folder: str, stops: bool, main: Callable[..., None], *args
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     if team.devices:
         os.environ[DEVICE] = str(team.devices[int(os.environ["LOCAL_RANK"])])
-    guarded(folder, stops, _with_plugins, team.plugins, main, *args)
+    run_guarded(folder, stops, _with_plugins, team.plugins, main, *args)
 
 
 def _with_plugins(plugins: tuple[str, ...], main: Callable[..., None], *args: object) -> None:
@@ -138,7 +138,7 @@ def _with_plugins(plugins: tuple[str, ...], main: Callable[..., None], *args: ob
     main(*args)
 
 
-def guarded(folder: str | None, stops: bool, main: Callable[..., None], *args: object) -> None:
+def run_guarded(folder: str | None, stops: bool, main: Callable[..., None], *args: object) -> None:
     """Run the body of a rank. A mistake is reported in one sentence with exit code 2, a bug as a traceback with 1.
 
     With `stops`, the rank notes requests to stop and ends by itself; otherwise the signal ends it. Ranks of our
@@ -255,7 +255,7 @@ def launch(
     otherwise it ends them. A second Ctrl-C always ends them: `loses` then returns a sentence about the lost work.
     `tell` receives the events: restarts, and the failure that ends the run.
     """
-    with launching(stops) as folder:
+    with launch_folder(stops) as folder:
         for attempt in range(restarts + 1):
             ended = attempt_of(Team(ranks, attempt), folder, stops, main, args)
             if is_final(ended.code) or attempt == restarts:
@@ -268,7 +268,7 @@ def launch(
 
 
 @contextlib.contextmanager
-def launching(stops: bool) -> Iterator[Path]:
+def launch_folder(stops: bool) -> Iterator[Path]:
     """Yield a folder for the files of ranks. Teams of ranks may be started while it exists, one after the other."""
     warm_up()
     _register_meeting()
@@ -330,7 +330,7 @@ def attempt_of(team: Team, folder: Path, stops: bool, main: Callable[..., None],
         _show_cursor()
         if error.get_first_failure()[1].exitcode < 0:
             begin_line()
-        return _failed(folder, error)
+        return _failed_outcome(folder, error)
     except SignalException as error:
         _show_cursor()
         begin_line()
@@ -430,7 +430,7 @@ def _passing_on(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             (folder / STOP).touch()
         # Ranks ignore the signals of terminals, so these are forwarded as SIGTERM.
-        signal_ranks(folder, signal.SIGTERM if number in OF_TERMINALS else number)
+        signal_ranks(folder, signal.SIGTERM if number in TERMINAL_SIGNALS else number)
 
     before = {number: signal.signal(number, pass_on) for number in filter(taken_over, STOP_SIGNALS)}
     try:
@@ -440,7 +440,7 @@ def _passing_on(folder: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _failed(folder: Path, error: object) -> Outcome:
+def _failed_outcome(folder: Path, error: object) -> Outcome:
     """Return the outcome of ranks that failed.
 
     The exit code is 2 if a user's mistake stopped the run, 75 if ranks lost others, otherwise 1.
@@ -490,7 +490,7 @@ def _ended_by_torch(exit_code: int) -> bool:
     return exit_code == -signal.SIGABRT and accelerator_count() > 0
 
 
-def place_in_launcher(nproc: int | None) -> Place | None:
+def place_in_launcher(nproc: int | None) -> ProcessPlace | None:
     """Return this process's place if it is a rank of torchrun or srun; otherwise None."""
     place = find_place()
     if place.launched and nproc is not None:
@@ -499,7 +499,7 @@ def place_in_launcher(nproc: int | None) -> Place | None:
 
 
 def run_as_rank(
-    place: Place, prepare: Callable[[Place], None], main: Callable[..., None], args: object, stops: bool
+    place: ProcessPlace, prepare: Callable[[ProcessPlace], None], main: Callable[..., None], args: object, stops: bool
 ) -> int:
     """Run as one rank started by torchrun or srun, and return the exit code.
 
@@ -512,7 +512,7 @@ def run_as_rank(
         if place.local_rank == 0:
             raise
         return 2
-    guarded(None, stops, main, args)
+    run_guarded(None, stops, main, args)
     return 0
 
 

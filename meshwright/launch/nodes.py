@@ -34,7 +34,7 @@ Fault = Literal["own", "unsure", "others"]
 
 
 @dataclass(frozen=True)
-class Node:
+class LauncherNote:
     """A launcher's note about itself.
 
     `places` are the devices that it offers, spares last. `generation` is the one that it runs or ran last. `fault` says
@@ -70,7 +70,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Share:
+class NodeShare:
     """The ranks of one node in a generation."""
 
     name: str
@@ -88,11 +88,11 @@ class Generation:
     job: str
     host: str
     port: int
-    shares: list[Share]
+    shares: list[NodeShare]
     words: list[str]
     full: bool  # It has all the ranks and the layout that the run was started with.
     key: str = ""  # Ranks and keepers sign with this key.
-    beside: list[Share] = field(default_factory=list)  # Nodes without ranks, whose keepers may hold memory copies.
+    beside: list[NodeShare] = field(default_factory=list)  # Nodes without ranks, whose keepers may hold memory copies.
 
     @property
     def world(self) -> int:
@@ -103,15 +103,15 @@ class Generation:
         return next((n for n, share in enumerate(self.shares) if share.name == name), None)
 
 
-def new_node(address: str, port: int, places: list[int]) -> Node:
+def new_node(address: str, port: int, places: list[int]) -> LauncherNote:
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    return Node(name, time.time(), address, port, places)
+    return LauncherNote(name, time.time(), address, port, places)
 
 
 class Board:
     """The shared folder of notes, as one launcher reads and writes it."""
 
-    def __init__(self, folder: Path, me: Node, lost_after: float) -> None:
+    def __init__(self, folder: Path, me: LauncherNote, lost_after: float) -> None:
         self.folder, self.me, self.lost_after = folder, me, lost_after
         self._lock = threading.Lock()
         # For each launcher: its newest beat, when that was first seen, and whether an earlier beat was seen too.
@@ -121,7 +121,7 @@ class Board:
         self.say()
 
     @contextlib.contextmanager
-    def beating(self) -> Iterator[None]:
+    def heartbeat(self) -> Iterator[None]:
         """Rewrite this launcher's note regularly, in a thread, until the context ends."""
         ended = threading.Event()
 
@@ -142,13 +142,13 @@ class Board:
         with self._lock:
             self.me = replace(self.me, beat=self.me.beat + 1, **changes)
             with contextlib.suppress(OSError):
-                _put(self.folder / f"node-{self.me.name}.json", asdict(self.me))
+                _write_note(self.folder / f"node-{self.me.name}.json", asdict(self.me))
 
-    def look(self) -> list[Node]:
+    def look(self) -> list[LauncherNote]:
         """Return the launchers that are present, including this one, oldest first."""
         present, now = [self.me], time.monotonic()
         for path in self.folder.glob("node-*.json"):
-            node = _read(path, Node)
+            node = _read(path, LauncherNote)
             if node is None or node.name == self.me.name:
                 continue
             beat, since, confirmed = self._seen.get(node.name, (node.beat, now, False))
@@ -202,7 +202,7 @@ class Board:
     def tidy(self) -> None:
         """Remove notes that can't be read or have not changed for a long time."""
         for path in self.folder.glob("node-*.json"):
-            node = _read(path, Node)
+            node = _read(path, LauncherNote)
             name = node.name if node else ""
             _, since, _ = self._seen.get(name, (0, time.monotonic(), False))
             if name != self.me.name and (node is None or time.monotonic() - since > 10 * self.lost_after):
@@ -244,7 +244,7 @@ def _write_own(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def _put(path: Path, value: Any) -> None:
+def _write_note(path: Path, value: Any) -> None:
     aside = path.with_name(f".{path.name}.part")
     aside.write_text(json.dumps(value), encoding="utf-8")
     aside.replace(path)
@@ -253,19 +253,19 @@ def _put(path: Path, value: Any) -> None:
 def _read(path: Path, kind: type[Any]) -> Any:
     """Read a note of this kind; return None if it is missing or not valid."""
     try:
-        return _parsed(kind, read_json(path))
+        return _parse(kind, read_json(path))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def _parsed(kind: type[Any], value: Any) -> Any:
+def _parse(kind: type[Any], value: Any) -> Any:
     """Make an object of a dataclass from JSON. Raise unless all its fields are there, each with the right type."""
     if not isinstance(value, dict) or value.keys() != {member.name for member in fields(kind)}:
         raise ValueError("the note has other keys")
     hints = get_type_hints(kind)
     if kind is Generation:
-        value = value | {key: [_parsed(Share, share) for share in value[key]] for key in ("shares", "beside")}
+        value = value | {key: [_parse(NodeShare, share) for share in value[key]] for key in ("shares", "beside")}
     for key, hint in hints.items():
-        if hint != list[Share]:
+        if hint != list[NodeShare]:
             of_kind(value[key], hint, key)
     return kind(**value)

@@ -42,7 +42,7 @@ DEVICE = "MESHWRIGHT_DEVICE"  # The variable with the number of a rank's device,
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """The position of this process among all: its rank, the world size, and the same on its machine."""
 
     rank: int = 0
@@ -53,9 +53,9 @@ class Place:
     device: int | None = None  # The number of its device on this machine; None: the local rank.
 
 
-def find_place(env: Mapping[str, str] = os.environ) -> Place:
+def find_place(env: Mapping[str, str] = os.environ) -> ProcessPlace:
     """Return the place that the launcher gave this process, from the environment."""
-    place = Place()
+    place = ProcessPlace()
     if "RANK" in env and "WORLD_SIZE" in env:
         place = _place_by_name(env)
     # A batch script without srun has SLURM_PROCID too, but no step.
@@ -75,7 +75,7 @@ def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
     return int(text)
 
 
-def _place_by_name(env: Mapping[str, str]) -> Place:
+def _place_by_name(env: Mapping[str, str]) -> ProcessPlace:
     """Return the place that torchrun or a script gives by RANK and WORLD_SIZE.
 
     A script may leave out the ranks of this machine if mpirun knows them, or if all ranks can be on this machine.
@@ -91,11 +91,12 @@ def _place_by_name(env: Mapping[str, str]) -> Place:
             )
         local_rank, local_world = _number(env, "LOCAL_RANK", rank), _number(env, "LOCAL_WORLD_SIZE", world)
     else:
-        local_rank, local_world = _number(env, "LOCAL_RANK", _number(env, mpi[3])), _number(env, mpi[4])
-    return Place(rank, world, local_rank, local_world, True, device)
+        local_rank = _number(env, "LOCAL_RANK", _number(env, mpi[3]))
+        local_world = _number(env, mpi[4])
+    return ProcessPlace(rank, world, local_rank, local_world, True, device)
 
 
-def _place_in_step(env: Mapping[str, str]) -> Place:
+def _place_in_step(env: Mapping[str, str]) -> ProcessPlace:
     """Return the place of a task of srun. A step may have fewer nodes and tasks than its job.
 
     If nodes have different numbers of tasks, all get the largest number, since every rank must assume the same size of
@@ -103,14 +104,14 @@ def _place_in_step(env: Mapping[str, str]) -> Place:
     """
     world = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
     if world <= 1:
-        return Place()
+        return ProcessPlace()
     nodes = max(1, _number(env, "SLURM_STEP_NUM_NODES", _number(env, "SLURM_NNODES", 1)))
     counts = re.findall(r"(\d+)(?:\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     local_world = max(map(int, counts), default=max(1, world // nodes))
-    return Place(_number(env, "SLURM_PROCID"), world, _number(env, "SLURM_LOCALID"), local_world, True)
+    return ProcessPlace(_number(env, "SLURM_PROCID"), world, _number(env, "SLURM_LOCALID"), local_world, True)
 
 
-def _place_in_mpi(env: Mapping[str, str]) -> Place:
+def _place_in_mpi(env: Mapping[str, str]) -> ProcessPlace:
     """Return the place that a launcher of MPI gives, or the place of a single process."""
     for who, rank, world, local_rank, local_world in MPI:
         if rank not in env or world not in env or _number(env, world) <= 1:
@@ -121,7 +122,7 @@ def _place_in_mpi(env: Mapping[str, str]) -> Place:
                 "this machine: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, or start by torchrun or srun"
             )
         numbers = [_number(env, name) for name in (rank, world, local_rank, local_world)]
-        return Place(numbers[0], numbers[1], numbers[2], numbers[3], launched=True)
+        return ProcessPlace(numbers[0], numbers[1], numbers[2], numbers[3], launched=True)
     # With one of these, the world size is known to be 1.
     alone = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PROCID"} & env.keys()
     if "PMIX_RANK" in env and not alone:
@@ -129,10 +130,10 @@ def _place_in_mpi(env: Mapping[str, str]) -> Place:
             f"this process is rank {env['PMIX_RANK']} of a launcher of PMIx, which does not say how many ranks there "
             "are: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, or start by torchrun, srun or mpirun"
         )
-    return Place()
+    return ProcessPlace()
 
 
-def joined_place() -> Place | None:
+def joined_place() -> ProcessPlace | None:
     """Return the place of this process if the calling program has joined torch.distributed already; otherwise None.
 
     The local rank is the one that the launcher gives, if there is one. Otherwise it is the number of the device that
@@ -147,8 +148,8 @@ def joined_place() -> Place | None:
     rank, world = dist.get_rank(), dist.get_world_size()
     local = find_place()
     if local.world == world:
-        return Place(rank, world, local.local_rank, local.local_world)
-    return Place(rank, world, current_index(), min(world, accelerator_count() or world))
+        return ProcessPlace(rank, world, local.local_rank, local.local_world)
+    return ProcessPlace(rank, world, current_index(), min(world, accelerator_count() or world))
 
 
 def rendezvous(env: Mapping[str, str] = os.environ) -> tuple[str, int]:
@@ -230,7 +231,9 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group())
 
 
-def enter(place: Place, kind: str, backend: str, timeout: float, precision: str | None = None) -> tuple[Device, bool]:
+def enter(
+    place: ProcessPlace, kind: str, backend: str, timeout: float, precision: str | None = None
+) -> tuple[Device, bool]:
     """Choose this rank's device and join the other ranks. Return the device, and whether `leave` must be called.
 
     There is nothing to join if this process is alone, or if the calling program has joined already. Settings that the

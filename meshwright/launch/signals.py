@@ -19,7 +19,7 @@ from typing import Any
 from meshwright.errors import begin_line, notice
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)  # A process may be started to ignore these, for example by nohup.
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)  # A process may be started to ignore these, for example by nohup.
 
 # A scheduler may signal both a launcher and its ranks, and the launcher forwards its signal to them. Signals within
 # this many seconds count as one request.
@@ -34,7 +34,7 @@ BLOCKED_S = 1.0  # A main thread that takes longer to handle a signal is blocked
 
 def taken_over(number: int) -> bool:
     """Return True if a process that stops on request should handle this signal: it was not started to ignore it."""
-    return number not in OF_TERMINALS or signal.getsignal(number) is not signal.SIG_IGN
+    return number not in TERMINAL_SIGNALS or signal.getsignal(number) is not signal.SIG_IGN
 
 
 class StopRequests:
@@ -157,7 +157,8 @@ class StopRequests:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         StopRequests.handled = time.monotonic()
-        again, StopRequests.second = StopRequests.second == number, 0
+        again = StopRequests.second == number
+        StopRequests.second = 0
         if again or (self._since is not None and self._is_again(number, self._since, time.monotonic())):
             if number == signal.SIGINT and not self._launched:
                 raise KeyboardInterrupt

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from meshwright.config.load import AUTO_LAYOUT, config_from, merged, nested, to_mapping, without_auto
+from meshwright.config.load import AUTO_LAYOUT, config_from, merge_sections, nest, to_mapping, without_auto
 from meshwright.config.sections import Config
 from meshwright.errors import UserError, either, notice
 from meshwright.plan.account import plain_words
@@ -26,9 +26,9 @@ from meshwright.plan.search import (
     Candidate,
     SearchSpace,
     fixed_keys,
+    no_fit_error,
     search,
     space_of,
-    why_nothing,
 )
 from meshwright.plan.stack import own_stack
 from meshwright.show.units import seconds, size
@@ -86,7 +86,7 @@ def ways_to_fit(config: Config, ranks: int, room: float) -> str:
         for combination in combinations(singles, count):
             keys = {key: value for change in combination for key, value in change.items()}
             # Fewer keys than changes: two of them set the same key, so they can't be combined.
-            need = _changed(config, ranks, keys) if len(keys) == count else None
+            need = _memory_with(config, ranks, keys) if len(keys) == count else None
             words = " ".join(f"{key}={value}" for key, value in keys.items())
             if need is not None and need.peak <= room:
                 ways.append(f"{words} ({size(need.peak)})")
@@ -114,10 +114,10 @@ def changes(config: Config, ranks: int) -> Iterator[dict[str, Any]]:
             yield {"layout.tp": tp}
 
 
-def _changed(config: Config, ranks: int, keys: Mapping[str, Any]) -> Memory | None:
+def _memory_with(config: Config, ranks: int, keys: Mapping[str, Any]) -> Memory | None:
     """Return the memory that a rank needs with these keys changed; None if the rules don't allow the change."""
     try:
-        return largest(here(config_from(merged(to_mapping(config), nested(keys))), ranks))
+        return largest(here(config_from(merge_sections(to_mapping(config), nest(keys))), ranks))
     except UserError:
         return None
 
@@ -133,7 +133,8 @@ def out_of_memory(config: Config, ranks: int, local_ranks: int, rank: int, error
 
     device = Device.choose(config.run.device, 0)
     memory, room = room_of(config, local_ranks)
-    held, planned = device.peak_bytes(), largest(here(config, ranks)).peak
+    held = device.peak_bytes()
+    planned = largest(here(config, ranks)).peak
     most = f"{size(held)} were held, " if held else ""
     # The estimate was too low if the rank ran out of memory although the plan fits, so aim for less than was planned.
     return UserError(
@@ -155,7 +156,7 @@ def best_layout(config: Config, ranks: int, cluster: Cluster, limit_gib: float, 
     space: SearchSpace = space_of(plain, fixed_keys(list(fixed)))
     result = search(job, cluster, limit_gib, space)
     if not result.candidates:
-        raise why_nothing(job, cluster, result, limit_gib, space, list(fixed))
+        raise no_fit_error(job, cluster, result, limit_gib, space, list(fixed))
     return result.candidates[0]
 
 
@@ -207,7 +208,7 @@ def layout_words(config: Config, words: Sequence[str], ranks: int) -> list[str]:
     if devices_are_known(config, ranks):
         return resolve(config, words, ranks)
     room = MARGIN * room_of(config, ranks)[1]
-    needs = [(_changed(config, ranks, way), way) for way in PLAIN_WAYS]
+    needs = [(_memory_with(config, ranks, way), way) for way in PLAIN_WAYS]
     fits = next((way for need, way in needs if need is not None and need.peak <= room), PLAIN_WAYS[-1])
     given = {word.partition("=")[0] for word in words}
     return [*words, *(f"{key}={value}" for key, value in fits.items() if key not in given)]

@@ -15,7 +15,7 @@ from meshwright.infer.evaluate import config_with, modules_with, open_model
 from meshwright.infer.generate import encodes, generate_all, logits_of
 from meshwright.infer.reading import resolve, sections_of
 from meshwright.infer.texts import check_drawing, end_tokens, text_ids, tokenizer_for
-from meshwright.launch.processes import Place, enter, find_place
+from meshwright.launch.processes import ProcessPlace, enter, find_place
 from meshwright.models.graph_stage import GraphStage
 from meshwright.show.units import count
 
@@ -130,7 +130,7 @@ def load(
     weights, raw = open_model(found)
     config = config_with(raw, sections_of(words, 1))
     check(config, 1, READING_RULES)
-    alone = Place(local_rank=find_place().local_rank)
+    alone = ProcessPlace(local_rank=find_place().local_rank)
     at, _ = enter(alone, config.run.device, config.comm.backend, config.comm.timeout)
     modules = modules_with(build_context(config, 0, 1, at, 1), weights)
     return Model(Path(found), config, modules[0], tokenizer_for(Path(found), config, tokenizer)).eval()

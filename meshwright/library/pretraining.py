@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.config.load import GivenConfig, load_config, merged, read_sections
+from meshwright.config.load import GivenConfig, load_config, merge_sections, read_sections
 from meshwright.config.sections import Config
 from meshwright.config.step_schedules import global_batch
-from meshwright.data.given import Tokens, numbered
+from meshwright.data.given import TransformersSamples, number_samples
 from meshwright.engine import providers
 from meshwright.engine.context import Context
 from meshwright.engine.hooks import Hook, Watcher
-from meshwright.engine.own_models import GIVEN, OWN_DEFAULTS, config_of_program, own_facts
+from meshwright.engine.own_models import OWN_DEFAULTS, PRESET_INIT, config_of_program, own_facts
 from meshwright.engine.sharding.reducers import Reducer
 from meshwright.engine.step import ForwardStep, Trainer
 from meshwright.errors import UserError
@@ -69,8 +69,8 @@ def pretrain(
       describes with `input_ids`, as in transformers. By default, the config names the data.
     - `forward_step(ctx, module, batch, received)` returns the loss's sum, its token count and a dict of values to
       monitor. Stages before the last return the named tensors to send. Any stage may return a `StageOutput`.
-    - `quiet` shows no progress, and `watcher` gets to see it instead. All other arguments, and what a module of a
-      pipeline chunk needs, are explained in `meshwright.run.pretrain.pretrain`.
+    - `quiet` shows no progress, and `watcher` gets to see it instead. All other arguments, and the needs of a
+      module of a pipeline chunk, are explained in `meshwright.run.pretrain.pretrain`.
     """
     is_own = model_provider is not None
     resolved = _config_of(config, is_own, datasets_provider is not None, sections)
@@ -113,7 +113,7 @@ def _config_of(config: GivenConfig, own_model: bool, own_data: bool, sections: M
     if own_model:
         return config_of_program(config, sections)
     if own_data and not isinstance(config, Config):
-        config = merged({"data": OWN_DEFAULTS["data"]}, read_sections(config))
+        config = merge_sections({"data": OWN_DEFAULTS["data"]}, read_sections(config))
     return load_config(config, sections=sections)
 
 
@@ -130,7 +130,7 @@ def _provider_of(given: ModelProvider | nn.Module, built: list[nn.Module]) -> Mo
             fix = "give a function of (ctx, stage) that returns the module of one, or set layout.pp=1"
             raise UserError(f"{name} is one module, and the pipeline has {chunks} stages: {fix}")
         records = [record_of(parameter) for parameter in module.parameters()]
-        if any(record is not None and record.init == GIVEN for record in records):
+        if any(record is not None and record.init == PRESET_INIT for record in records):
             name = type(module).__name__
             raise UserError(f"this {name} was trained by an earlier call: build a new one, and the run continues")
         if stage.first and not hasattr(module, "receives"):
@@ -156,11 +156,11 @@ def _datasets_of(given: DatasetsProvider | Any, own_model: bool) -> DatasetsProv
             raise UserError(f"pretrain got {len(parts)} parts of data: give those for training, validation and test")
         every = global_batch(config, 0)
         found = [
-            numbered(part, name, config.train.seed, not number, every)
+            number_samples(part, name, config.train.seed, not number, every)
             for number, (part, name) in enumerate(zip(parts, names, strict=False))
         ]
         if not own_model:
-            found = [part and Tokens(part, name, config.model.seq, config.objective_facts.fields)
+            found = [part and TransformersSamples(part, name, config.model.seq, config.objective_facts.fields)
                      for part, name in zip(found, names, strict=False)]  # fmt: skip
         train, valid, test = (*found, None, None)[:3]
         return train, valid, test

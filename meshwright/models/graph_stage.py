@@ -24,10 +24,10 @@ from meshwright.models.views import Batch, TokenView
 from meshwright.nn.answers import AnswerLogps, Answers
 from meshwright.nn.attention.attention import KVCache
 from meshwright.nn.build import Block, run_blocks
-from meshwright.nn.experts.experts import RoutedInputs, Saved
+from meshwright.nn.experts.experts import RoutedInputs, SavedRouting
 from meshwright.nn.inputs import Inputs, NodeInputs, arguments_of
 from meshwright.nn.parallel import Parallel, record_of
-from meshwright.nn.unit import Kept, call_unit, open_units, recompute, show_mark
+from meshwright.nn.unit import InputStorage, call_unit, open_units, recompute, show_mark
 from meshwright.spec.model.description import CONTEXT_DOCUMENTS, CONTEXT_ROWS, fields_read, model_of
 from meshwright.spec.model.graph import Node, Stage
 from meshwright.spec.model.part import Coordinate, MicroBatch
@@ -57,7 +57,9 @@ class GraphStage(nn.Module):
         super().__init__()
         model = model_of(config)
         self.stage, self.parallel, self.ledger, self.tokens = stage, parallel, ledger, tokens
-        self.model, self.nodes, self.adapts = model, model.nodes_of(stage), config.tune.adapts
+        self.model = model
+        self.nodes = model.nodes_of(stage)
+        self.adapts = config.tune.adapts
         self.held: dict[str, nn.Module] = {}
         # Gradient buckets follow the order of registration, which must be the order of forward.
         for node in model.nodes:
@@ -130,9 +132,9 @@ class GraphStage(nn.Module):
         The result is the streams for the next chunk. In the last chunk it is the sum of the losses over the unmasked
         tokens: one tensor, or one for each of the head's terms if there are several.
         """
-        received = self._received(hidden, received)
-        streams, losses = self._run_nodes(self._all, self.view.prepared(batch), received)
-        return (self._passed(streams, received) if self.head is None else streams[""]), losses
+        received = self._as_streams(hidden, received)
+        streams, losses = self._run_nodes(self._all, self.view.prepare(batch), received)
+        return (self._streams_to_pass(streams, received) if self.head is None else streams[""]), losses
 
     def step(self, batch: Batch, received: Mapping[str, Tensor]) -> StageResult:
         """Return the streams for the next chunk and the terms of the loss."""
@@ -159,7 +161,7 @@ class GraphStage(nn.Module):
         """
         streams, _ = self._run_nodes(self._trunk, batch, dict(received))
         if self.head is None:
-            return self._passed(streams, received)
+            return self._streams_to_pass(streams, received)
         ranks = self.tokens
         segments = batch["segments"] if ranks.alone else batch[CONTEXT_DOCUMENTS].chunk(ranks.size, 1)[ranks.index]
         answers = Answers.of(segments, segments.shape[1] * ranks.size)
@@ -173,7 +175,7 @@ class GraphStage(nn.Module):
 
         The sums are None if blocks add no terms. With `past`, the batch continues after the tokens in these caches.
         """
-        streams, losses = self._run_nodes(self._trunk, batch, self._received(hidden, received), past)
+        streams, losses = self._run_nodes(self._trunk, batch, self._as_streams(hidden, received), past)
         return streams[self._last], losses
 
     def stream(
@@ -203,10 +205,10 @@ class GraphStage(nn.Module):
         node = self.nodes[-1] if self.nodes else self.model.nodes[-1]
         return node.writes or node.reads[0]
 
-    def _received(self, hidden: Tensor | None, received: Streams) -> Streams:
+    def _as_streams(self, hidden: Tensor | None, received: Streams) -> Streams:
         return received if hidden is None else {self.model.streams[0].name: hidden, **received}
 
-    def _passed(self, streams: Streams, received: Mapping[str, Tensor]) -> Streams:
+    def _streams_to_pass(self, streams: Streams, received: Mapping[str, Tensor]) -> Streams:
         """Return the streams for the next chunk.
 
         A stream that was received, or that nodes of this stage read, is passed on as a separate view. The gradient of
@@ -218,15 +220,17 @@ class GraphStage(nn.Module):
         }
 
     def _run_nodes(
-        self, steps: Sequence[Node | Stack], batch: Batch, streams: Streams, past: Caches | None = None
+        self, steps: Sequence[Node | BlockStack], batch: Batch, streams: Streams, past: Caches | None = None
     ) -> tuple[Streams, Tensor | None]:
         """Run these nodes. Return the streams after them and the sums of the loss terms that blocks add, if any."""
-        streams, total, past = dict(streams), None, past or {}
+        streams = dict(streams)
+        total = None
+        past = past or {}
         ids = next((batch[node.fields[0]] for node in self.sources if node.fields[0] in batch), None)
         sequences = self.micro_batch if ids is None else ids.shape[0]
         cached = next(iter(past.values())).length if past else 0
         for step in steps:
-            if isinstance(step, Stack):
+            if isinstance(step, BlockStack):
                 streams[step.writes], losses = self._run_stack(step, batch, streams, sequences, past)
                 total = _plus(total, losses)
             else:
@@ -253,14 +257,14 @@ class GraphStage(nn.Module):
     # Stacks of blocks
 
     def _run_stack(
-        self, stack: Stack, batch: Batch, streams: Streams, sequences: int, past: Caches
+        self, stack: BlockStack, batch: Batch, streams: Streams, sequences: int, past: Caches
     ) -> tuple[Tensor, Tensor | None]:
         """Run a stack of blocks. Return the stream that they update, and the sums of the loss terms that they add."""
         x, layers = streams[stack.writes], stack.layers
         beside = [streams[name] for name in stack.beside]
         shared = SharedInputs(
             self.view.inputs(batch, x, sequences), stack.beside, past, self.parallel.streams.where,
-            self._routed(batch, layers),
+            self._router_inputs(batch, layers),
         )  # fmt: skip
         run = partial(self._run, shared)
         # Without gradients nothing is saved for backward, so there is nothing to recompute.
@@ -269,9 +273,11 @@ class GraphStage(nn.Module):
             x, *losses = run(layers, x, False, *beside)
             return x, losses[0] if losses else None
         runs = [layers[at : at + blocks_per_run] for at in range(0, len(layers), blocks_per_run)]
-        return self._recomputed(run, runs, x, *beside)
+        return self._run_recomputed(run, runs, x, *beside)
 
-    def _recomputed(self, run: Any, runs: list[list[int]], x: Tensor, *beside: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _run_recomputed(
+        self, run: Any, runs: list[list[int]], x: Tensor, *beside: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Run a stack in runs of blocks that are recomputed in backward. Return the same as `_run_stack`."""
         memory, total, last = self.parallel.offload, None, None
         offloaded = self.parallel.recompute.offloaded(len(runs), self.stage.first, self.stage.last)
@@ -279,18 +285,22 @@ class GraphStage(nn.Module):
             # Wait, on the device, until the input of the previous run is in host memory, and free its device memory.
             if memory is not None:
                 memory.release()
-            kept = Kept(memory if number in offloaded else None, last)
+            kept = InputStorage(memory if number in offloaded else None, last)
             x, *losses = recompute(partial(run, layers), x, kept, *beside)
-            last, total = kept.last, _plus(total, losses[0] if losses else None)
+            last = kept.last
+            total = _plus(total, losses[0] if losses else None)
         if memory is not None:
             memory.release()
         return x, total
 
-    def _routed(self, batch: Batch, layers: list[int]) -> dict[int, RoutedInputs]:
+    def _router_inputs(self, batch: Batch, layers: list[int]) -> dict[int, RoutedInputs]:
         """Return, by layer, the inputs that the routers of mixtures of experts take in addition to x."""
-        mask, rows = batch.get("loss_mask"), batch.get(CONTEXT_ROWS)
+        mask = batch.get("loss_mask")
+        rows = batch.get(CONTEXT_ROWS)
         counted = None if mask is None else mask.flatten()
-        return {layer: RoutedInputs(counted, Saved(), rows=rows) for layer in layers if layer in self._expert_layers}
+        return {
+            layer: RoutedInputs(counted, SavedRouting(), rows=rows) for layer in layers if layer in self._expert_layers
+        }
 
     def _block(self, layer: int) -> Block:
         block = self.layers[layer]
@@ -310,7 +320,7 @@ class GraphStage(nn.Module):
         if beside:
             common = replace(common, streams=dict(zip(shared.beside, beside, strict=True)))
         # A recomputation must draw the random numbers of the forward, even if later micro-batches have run since.
-        with streams.replaying(shared.where):
+        with streams.replay(shared.where):
             if self.several is not None and not shared.past:
                 return (self._run_together([self.layers[layer] for layer in layers], x, common),)
             for layer in layers:
@@ -372,11 +382,11 @@ class GraphStage(nn.Module):
         A run is a stack or, with recomputation, the blocks that are recomputed together.
         """
         longest = self.parallel.recompute.blocks or len(self.stage.layers)
-        stacks = [step.layers for step in self._all if isinstance(step, Stack)]
+        stacks = [step.layers for step in self._all if isinstance(step, BlockStack)]
         return [stack[at : at + longest] for stack in stacks for at in range(0, len(stack), longest or 1)]
 
 
-class Stack(NamedTuple):
+class BlockStack(NamedTuple):
     """Neighbouring blocks that update the same stream: its name, their layers, and the other streams that they read."""
 
     writes: str
@@ -384,16 +394,16 @@ class Stack(NamedTuple):
     beside: tuple[str, ...]
 
 
-def steps_of(nodes: Sequence[Node]) -> list[Node | Stack]:
+def steps_of(nodes: Sequence[Node]) -> list[Node | BlockStack]:
     """Return the nodes in order, with neighbouring blocks that update the same stream joined into stacks."""
-    steps: list[Node | Stack] = []
+    steps: list[Node | BlockStack] = []
     for name, group in groupby(nodes, lambda node: node.writes if node.stackable else None):
         if name is None:
             steps += group
         else:
             blocks = list(group)
             beside = tuple(dict.fromkeys(stream for node in blocks for stream in node.beside))
-            steps.append(Stack(name, [node.layer for node in blocks if node.layer is not None], beside))
+            steps.append(BlockStack(name, [node.layer for node in blocks if node.layer is not None], beside))
     return steps
 
 
@@ -412,7 +422,9 @@ class SharedInputs(NamedTuple):
 
 
 def _plus(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    return more if total is None else total if more is None else total + more
+    if total is None or more is None:
+        return more if total is None else total
+    return total + more
 
 
 def _set_layer(ledger: Ledger, layer: int | None, grad: Tensor) -> None:

@@ -16,7 +16,7 @@ from meshwright.config.sections import Config
 from meshwright.models.views import Batch, TokenView, read_field
 from meshwright.nn.attention.context import ContextRows
 from meshwright.nn.attention.documents import Documents
-from meshwright.nn.attention.pieces import Rows
+from meshwright.nn.attention.pieces import RowPositions
 from meshwright.nn.grid.sides import group_of, own_rows
 from meshwright.nn.inputs import Inputs
 from meshwright.nn.parallel import Parallel
@@ -41,7 +41,7 @@ class GridView(TokenView):
     def heads_of(self, config: Config) -> Parallel:
         return replace(self.parallel, tp=group_of(self.parallel, _grid_of(config).inner.features))
 
-    def prepared(self, batch: Batch) -> Batch:
+    def prepare(self, batch: Batch) -> Batch:
         if self.order is None:
             return batch
         documents = {name: x for name, x in batch.items() if name.endswith("segments")}
@@ -73,19 +73,21 @@ class GridView(TokenView):
         own = {name: own_rows(each, parallel, rows) for name, each in batch.items()}
         mask: Documents | ContextRows | None
         if self.order is None:
-            positions, mask = own.get("positions"), self.documents(own, x.device, sequences, self.seq)
+            positions = own.get("positions")
+            mask = self.documents(own, x.device, sequences, self.seq)
         else:
-            positions, mask = self._shared(own, sequences, x.device)
+            positions, mask = self._sequence_rows(own, sequences, x.device)
         return Inputs(sequences, None if self.tables is None else self.tables(positions, self.seq), mask)
 
-    def _shared(self, own: Batch, sequences: int, device: torch.device) -> tuple[Tensor, ContextRows]:
+    def _sequence_rows(self, own: Batch, sequences: int, device: torch.device) -> tuple[Tensor, ContextRows]:
         """Return the positions of this rank's rows, and the rows that each of the ranks sharing the sequences holds."""
         assert self.order is not None and self.parallel.context is not None
-        group, order = self.parallel.context.outer, self.order.numpy()
+        group = self.parallel.context.outer
+        order = self.order.numpy()
         documents = read_field(own, "segments")[:, order] if "segments" in own else None
-        rows = Rows(order[None].repeat(sequences, 0), documents)
+        rows = RowPositions(order[None].repeat(sequences, 0), documents)
         if "positions" in own:
-            # `prepared` has already put positions in the order of ranks.
+            # `prepare` has already put positions in the order of ranks.
             positions = own["positions"].view(group.size, sequences, -1)[group.index]
         else:
             positions = self.order.to(device).chunk(group.size)[group.index].expand(sequences, -1)

@@ -38,10 +38,13 @@ class Embedding(NodeModule):
         built: dict[str, Any] = {
             key: build_module(part, parallel, records_under(records, key)) for key, _, part in unit.parts
         }
-        self.tokens, self.positions, self.norm = built["tokens"], built.get("positions"), built.get("norm")
-        self.types, self.parallel = built.get("types"), parallel
+        self.tokens = built["tokens"]
+        self.positions = built.get("positions")
+        self.norm = built.get("norm")
+        self.types = built.get("types")
+        self.parallel = parallel
 
-    def given(self, node: Node, inputs: NodeInputs) -> tuple[Tensor | None, ...]:
+    def forward_arguments(self, node: Node, inputs: NodeInputs) -> tuple[Tensor | None, ...]:
         """Return the ids (from the node's first field), the positions and the token types."""
         types = inputs.batch.get("token_types") if "token_types" in node.fields else None
         return inputs.batch[node.fields[0]], inputs.positions, types
@@ -85,15 +88,15 @@ class Head(NodeModule):
         self.vocab, self.scale, self.parallel = output.vocab, output.scale, parallel
         self.loss: Callable[..., Tensor] = grid_output_loss if isinstance(self.output, GridLinear) else output_loss
 
-    def given(self, node: Node, inputs: NodeInputs) -> tuple[Any, ...]:
+    def forward_arguments(self, node: Node, inputs: NodeInputs) -> tuple[Any, ...]:
         fields = (inputs.batch[name] for name in self.fields)
         return inputs.streams[node.reads[0]], *fields, inputs.loss_weight
 
     def logits(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.output(self.ended(x))
+        logits: Tensor = self.output(self.final_hidden(x))
         return logits
 
-    def ended(self, x: Tensor) -> Tensor:
+    def final_hidden(self, x: Tensor) -> Tensor:
         """Return the input of the output layer: the final norm of x, scaled."""
         x = self.norm(x)
         return x if self.scale == 1.0 else x * self.scale
@@ -105,7 +108,7 @@ class Head(NodeModule):
 
         `weight` announces the gradient that the sum will receive, or is None if it is not known.
         """
-        x = self.ended(x)
+        x = self.final_hidden(x)
         if answers is not None:
             return answer_logps(x, self.output, labels.flatten(), mask.flatten(), answers, self.vocab, self.parallel)
         return self.loss(x, self.output, labels.flatten(), mask.flatten(), self.vocab, self.parallel, weight)

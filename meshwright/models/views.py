@@ -13,7 +13,7 @@ from meshwright.config.sections import Config
 from meshwright.nn.attention.alibi import Alibi
 from meshwright.nn.attention.context import ContextRows
 from meshwright.nn.attention.documents import Documents
-from meshwright.nn.attention.pieces import Rows
+from meshwright.nn.attention.pieces import RowPositions
 from meshwright.nn.attention.rotary import Rotary
 from meshwright.nn.inputs import Inputs
 from meshwright.nn.parallel import Parallel
@@ -33,13 +33,13 @@ class TokenView(nn.Module):
         c, model = config.model, model_of(config)
         self.parallel, self.tokens, self.micro_batch, self.seq = parallel, tokens, config.train.micro_batch, c.seq
         self.tables = TABLES[c.position](c, self.heads_of(config)) if c.position in TABLES else None
-        self.causal, self.prefix, self.windowed = model.causal, model.prefix, c.windowed
+        self.causal, self.prefix, self.windowed = model.causal, model.prefix, c.has_window
 
     def heads_of(self, config: Config) -> Parallel:
         """Return the parallel settings for attention heads: its tp group is the ranks that share the heads."""
         return self.parallel
 
-    def prepared(self, batch: Batch) -> Batch:
+    def prepare(self, batch: Batch) -> Batch:
         """Return the fields of a batch in the order in which ranks hold their tokens."""
         return batch
 
@@ -65,7 +65,7 @@ class TokenView(nn.Module):
         if self.tokens.alone:
             return None
         documents = read_field(batch, CONTEXT_DOCUMENTS) if CONTEXT_DOCUMENTS in batch else None
-        return ContextRows(Rows(read_field(batch, CONTEXT_ROWS), documents), batch[CONTEXT_ROWS].device)
+        return ContextRows(RowPositions(read_field(batch, CONTEXT_ROWS), documents), batch[CONTEXT_ROWS].device)
 
     def documents(self, batch: Batch, device: torch.device, sequences: int, seq: int) -> Documents | None:
         """Return the document boundaries, or None if attention is plainly causal or to all tokens."""

@@ -42,16 +42,16 @@ def _norm(parallel: Parallel, part: gpt.NormPart, records: Records) -> Norm:
     return norm
 
 
-def _on_rows(parallel: Parallel, part: bert.OnRows, records: Records) -> nn.Module:
+def _on_rows(parallel: Parallel, part: bert.ChosenRowsOf, records: Records) -> nn.Module:
     return build_module(part.part, replace(parallel, sequence_parallel=False), records)
 
 
-def _tuned(parallel: Parallel, part: tuning.TunedPart, records: Records) -> nn.Module:
+def _build_tuned(parallel: Parallel, part: tuning.TunedPart, records: Records) -> nn.Module:
     # The layers find their adapters in the records of the weights.
     return build_module(part.part, parallel, records)
 
 
-def _grid_output(parallel: Parallel, part: grid.GridOutputPart, records: Records) -> nn.Module:
+def _build_grid_output(parallel: Parallel, part: grid.GridOutputPart, records: Records) -> nn.Module:
     return GridLinear(parallel, records["weight"], None, part.grid.first)
 
 
@@ -68,15 +68,15 @@ MODULES: dict[type[Part], Callable[[Parallel, Any, Records], nn.Module]] = {
     gpt.OutputLayerPart: _output_layer,
     bert.TokenTypePart: PositionEmbedding,
     bert.ChosenRowsPart: ChosenRows,
-    bert.OnRows: _on_rows,
+    bert.ChosenRowsOf: _on_rows,
     bert.DensePart: Dense,
-    tuning.TunedPart: _tuned,
+    tuning.TunedPart: _build_tuned,
     grid.GridNormPart: GridNorm,
     grid.GridAttentionPart: GridAttention,
     grid.GridMLPPart: GridMLP,
     grid.GridTokensPart: GridTokens,
     grid.GridPositionsPart: GridPositions,
-    grid.GridOutputPart: _grid_output,
+    grid.GridOutputPart: _build_grid_output,
 }
 
 

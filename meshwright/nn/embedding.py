@@ -58,7 +58,8 @@ class TokenEmbedding(nn.Module):
         self.first = parallel.tp.index * self.weight.shape[0] if not parallel.tp.alone else 0
 
     def forward(self, ids: Tensor) -> Tensor:
-        tp, sink = self.parallel.tp, self.sinks.get("weight")
+        tp = self.parallel.tp
+        sink = self.sinks.get("weight")
         if tp.alone:
             return TableRows.apply(self.weight, ids, False, sink)
         rows = ids - self.first

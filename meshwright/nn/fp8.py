@@ -2,9 +2,10 @@
 divided out after it.
 
 The scale is that of the largest magnitude in the whole tensor ("fp8") or in each line along which the product sums
-("fp8-row"). Values are e4m3 (three bits of mantissa); gradients are e5m2 (two bits, and a larger range). `Quantised`
-holds a factor in the order that a product needs: [lines, inner], where inner is the dimension that is summed. On CUDA
-torch's scaled product is used. Elsewhere products are emulated in float32, with the same rounding of the factors.
+("fp8-row"). Values are e4m3 (three bits of mantissa); gradients are e5m2 (two bits, and a larger range).
+`QuantisedTensor` holds a factor in the order that a product needs: [lines, inner], where inner is the dimension that is
+summed. On CUDA torch's scaled product is used. Elsewhere products are emulated in float32, with the same rounding of
+the factors.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from meshwright.nn.weight_grad import Sink, sink_of
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-class Quantised(NamedTuple):
+class QuantisedTensor(NamedTuple):
     """A factor of a product: `value` [lines, inner] times `scale`, [] or [lines]."""
 
     value: Tensor
     scale: Tensor
 
 
-class Pair(NamedTuple):
+class QuantisedPair(NamedTuple):
     """A quantised tensor [rows, columns]: `straight` for products that sum over its columns, `across` (its transpose)
     for products that sum over its rows."""
 
-    straight: Quantised
-    across: Quantised
+    straight: QuantisedTensor
+    across: QuantisedTensor
 
 
 def sizes_fit_fp8(*sizes: int) -> bool:
@@ -43,9 +44,9 @@ def sizes_fit_fp8(*sizes: int) -> bool:
     return all(size % FP8_UNIT == 0 for size in sizes)
 
 
-def quantise(x: Tensor, kind: str, dtype: torch.dtype, straight: bool = True, across: bool = False) -> Pair:
+def quantise(x: Tensor, kind: str, dtype: torch.dtype, straight: bool = True, across: bool = False) -> QuantisedPair:
     value, scale, turned, turned_scale = _quantise(x, kind == "fp8-row", dtype == GRADIENTS, straight, across)
-    return Pair(Quantised(value, scale), Quantised(turned, turned_scale))
+    return QuantisedPair(QuantisedTensor(value, scale), QuantisedTensor(turned, turned_scale))
 
 
 @pure_operator("meshwright::fp8_quantise")

@@ -71,7 +71,9 @@ def rms_norm_backward(
         from meshwright.kernels.block import rms_norm_backward as kernel
 
         return kernel(x.contiguous(), rstd, weight, grad.contiguous(), passed.contiguous())
-    y, w, g = wide(x) * rstd, wide(weight), wide(grad)
+    y = wide(x) * rstd
+    w = wide(weight)
+    g = wide(grad)
     scaled = g * w
     dx = rstd * (scaled - y * (scaled * y).mean(-1, keepdim=True)) + wide(passed)
     return dx.to(x.dtype), (y * w).to(x.dtype), (g * y).sum(0)

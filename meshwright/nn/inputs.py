@@ -60,15 +60,15 @@ class NodeInputs:
 class NodeModule(nn.Module):
     """The module of a node that computes its own arguments, instead of taking the node's streams and batch fields."""
 
-    def given(self, node: Node, inputs: NodeInputs) -> tuple[Any, ...]:
+    def forward_arguments(self, node: Node, inputs: NodeInputs) -> tuple[Any, ...]:
         """Return the arguments of `forward`."""
         raise NotImplementedError
 
 
 def arguments_of(module: nn.Module, node: Node, inputs: NodeInputs) -> tuple[Any, ...]:
     """Return the arguments of a node's module: the streams that the node reads and then the fields of the batch, unless
-    the module chooses its own (`NodeModule.given`)."""
+    the module chooses its own (`NodeModule.forward_arguments`)."""
     if isinstance(module, NodeModule):
-        return module.given(node, inputs)
+        return module.forward_arguments(node, inputs)
     fields = (inputs.batch[name] for name in node.fields if name in inputs.batch)
     return (*(inputs.streams[name] for name in node.inputs), *fields)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.config.sections import FP8_UNIT
 from meshwright.nn import fp8, products
-from meshwright.nn.adapters.adapters import NOTHING, Adapted, Before, Change, adapted_product
+from meshwright.nn.adapters.adapters import NOTHING, AdaptedLayer, InputFunction, RowAdapter, adapted_product
 from meshwright.nn.adapters.nf4 import weight_values
 from meshwright.nn.fused import norm_of_product, rms_norm, rms_norm_backward, swiglu, swiglu_backward
 from meshwright.nn.grid.sides import (
@@ -137,7 +137,7 @@ def product_forward(
     ctx.overlaps = least_flops is not None and _overlaps(sides, x.shape[0], values.numel(), least_flops)
     # A column product whose ranks hold all rows has nothing to send in forward, only in backward.
     if ctx.overlaps and (sides.summed[1] > 1 or not sides.all_rows):
-        return _overlapped(sides, x, values, bias, least_flops), None, weight
+        return _overlapped_product(sides, x, values, bias, least_flops), None, weight
     full = gather_input(x, sides)
     if sides.weight is not None:
         values = gather(values, sides.weight)
@@ -152,7 +152,9 @@ def _overlaps(sides: Sides, rows: int, weight: int, least_flops: float) -> bool:
     return sides.all_rows or (size > 1 and in_chunks(rows * sides.x[1], weight, size, least_flops))
 
 
-def _overlapped(sides: Sides, x: Tensor, weight: Tensor, bias: Tensor | None, least_flops: float | None) -> Tensor:
+def _overlapped_product(
+    sides: Sides, x: Tensor, weight: Tensor, bias: Tensor | None, least_flops: float | None
+) -> Tensor:
     """Return the product, communicating while it is multiplied."""
     if sides.x[1] > 1:
         return gather_product(x, weight, bias, False, *sides.x)[0]
@@ -180,7 +182,8 @@ def _column_grads(
     if needs_weight and ctx.sink is not None:
         return column_backward(grad, weight, x, ctx.sink, group, not ctx.sides.all_rows), None
     if ctx.sides.all_rows:
-        grad_x, full = scatter_input_grad(grad @ weight, ctx.sides), x
+        grad_x = scatter_input_grad(grad @ weight, ctx.sides)
+        full = x
     else:
         grad_x = product_scatter(grad.contiguous(), weight, True, group, size)
         full = gather_in_chunks(x, group, size) if needs_weight else x
@@ -217,7 +220,7 @@ def weight_grad(ctx: Any, grad: products.Prepared, x: Tensor, full: Tensor | Non
     return give_grad(scatter(gradient, sides.weight), ctx.sink)
 
 
-class Linear(Adapted):
+class Linear(AdaptedLayer):
     """A linear layer. A row layer's bias is added after the sum over ranks, by every rank to the tokens it holds."""
 
     def __init__(
@@ -249,47 +252,47 @@ class Linear(Adapted):
         """Return this rank's product of x, or of its SwiGLU, without collectives and without a bias that is added after
         the sum over ranks."""
         if self.adapters:
-            return self.adapted(swiglu(x) if after_swiglu else x, PLAIN)[1]
+            return self.product_with_adapters(swiglu(x) if after_swiglu else x, PLAIN)[1]
         settings = (self.sinks.get("weight"), PLAIN, self.kind, None)
         if after_swiglu and self.fuses and self._inside is None:
             return _SwigluProduct.apply(x, self.weight, *settings)
         return _Product.apply(swiglu(x) if after_swiglu else x, self.weight, self._inside, *settings)
 
-    def adapted(self, x: Tensor, sides: Sides, before: Before = NOTHING) -> tuple[Tensor, Tensor]:
+    def product_with_adapters(self, x: Tensor, sides: Sides, before: InputFunction = NOTHING) -> tuple[Tensor, Tensor]:
         """Return x, and the product including the output of the adapters."""
-        changes = [Change(adapter.start, adapter.stop, adapter) for adapter in self.adapters]
+        changes = [RowAdapter(adapter.start, adapter.stop, adapter) for adapter in self.adapters]
         stream = self.stream if self.training else None
         return adapted_product(x, self.weight, self._inside, changes, (sides, self.kind), stream, before)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.adapters:
-            return self.biased(self.adapted(x, self.sides)[1])
-        return self.biased(_Product.apply(x, self.weight, self._inside, *self.settings))
+            return self.add_bias(self.product_with_adapters(x, self.sides)[1])
+        return self.add_bias(_Product.apply(x, self.weight, self._inside, *self.settings))
 
     def after_norm(self, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """Return x and the product of norm(x). All further uses of x must take the returned one, so that their gradient
         is added in this layer's backward."""
         if self.adapters and norm.fuses:
-            x, y = self.adapted(x, self.sides, Before(norm.weight, norm.eps))
+            x, y = self.product_with_adapters(x, self.sides, InputFunction(norm.weight, norm.eps))
         elif self.adapters:
             return x, self(norm(x))
         else:
             x, y = norm_product(x, norm, self.weight, self._inside, self.settings)
-        return x, self.biased(y)
+        return x, self.add_bias(y)
 
     def after_swiglu(self, x: Tensor) -> Tensor:
         if not self.fuses or self._inside is not None:
             return self(swiglu(x))
         if self.adapters:
-            return self.biased(self.adapted(x, self.sides, Before(swiglu=True))[1])
-        return self.biased(_SwigluProduct.apply(x, self.weight, *self.settings))
+            return self.add_bias(self.product_with_adapters(x, self.sides, InputFunction(swiglu=True))[1])
+        return self.add_bias(_SwigluProduct.apply(x, self.weight, *self.settings))
 
     @property
     def _inside(self) -> Tensor | None:
-        """The bias if the product itself adds it, or None if `biased` adds it after the sum."""
+        """The bias if the product itself adds it, or None if `add_bias` adds it after the sum."""
         return self.bias if self.adds_bias else None
 
-    def biased(self, y: Tensor) -> Tensor:
+    def add_bias(self, y: Tensor) -> Tensor:
         """Return the output, summed over ranks, plus the bias unless the product has added it."""
         return y if self.bias is None or self.adds_bias else y + self.bias
 

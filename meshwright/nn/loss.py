@@ -152,7 +152,9 @@ class OutputGrads:
 
     def __init__(self, x: Tensor, weight: Tensor, needs: Sequence[bool], sink: Tensor | None = None) -> None:
         needs_x, needs_weight, needs_bias = needs
-        self._x, self._weight, self._sink = x, weight, sink if needs_weight else None
+        self._x = x
+        self._weight = weight
+        self._sink = sink if needs_weight else None
         self.x = torch.empty_like(x) if needs_x else None
         keeps = needs_weight and sink is None
         self.weight = torch.empty_like(weight, dtype=_wide(weight.dtype)) if keeps else None
@@ -188,7 +190,8 @@ class LossSettings(NamedTuple):
 
     @staticmethod
     def of(output: Linear, vocabulary: Vocabulary, scale: float | None, *on_grid: Any) -> LossSettings:
-        record, sink = record_of(output.weight), output.sinks.get("weight")
+        record = record_of(output.weight)
+        sink = output.sinks.get("weight")
         # A tied embedding adds to the same sink in backward. If this gradient were written in forward, the order of the
         # two additions would depend on the schedule, and with it the last bits of the sum. Tied weights on two stages
         # have two sinks, which are summed over an axis for that purpose.
@@ -210,12 +213,14 @@ class _OutputLoss(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, mask: Tensor, how: LossSettings
     ) -> Tensor:
-        sides, on_grid = how.sides, how.sides.weight is not None
+        sides = how.sides
+        on_grid = how.sides.weight is not None
         full, table = gather_input(x, sides), gather(weight, sides.weight)
         needs = [how.training and needed for needed in ctx.needs_input_grad[:3]]
         grads = OutputGrads(full, table, needs, how.sink if how.direct and not on_grid else None)
         total = full.new_zeros((), dtype=_wide(full.dtype))
-        factor = (1.0 if how.scale is None else how.scale) if how.training else None
+        scale = 1.0 if how.scale is None else how.scale
+        factor = scale if how.training else None
         for at, logits in logit_tiles(full, table, bias, sides.summed[1]):
             logits = scatter(logits, sides.summed)
             first = at.start + how.part * len(logits)

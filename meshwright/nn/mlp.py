@@ -21,7 +21,7 @@ from meshwright.spec.model.mlp import MLPPart, rows_of_chunk
 Activation = Callable[[Tensor], Tensor]
 
 
-def gated(activation: Activation) -> Activation:
+def gated_activation(activation: Activation) -> Activation:
     """Return a gated activation: it splits its input into gate and up, and returns activation(gate) * up."""
 
     def product(x: Tensor) -> Tensor:
@@ -36,9 +36,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
-    "geglu": gated(F.gelu),
-    "tanh_geglu": gated(lambda x: F.gelu(x, approximate="tanh")),
-    "reglu": gated(F.relu),
+    "geglu": gated_activation(F.gelu),
+    "tanh_geglu": gated_activation(lambda x: F.gelu(x, approximate="tanh")),
+    "reglu": gated_activation(F.relu),
 }  # SwiGLU is in fused.py, since it can be fused with the product after it.
 
 
@@ -61,7 +61,7 @@ class MLP(nn.Module):
         """Return x, for the residual, and the MLP of norm(x). `inputs` is not used."""
         if self.chunks > 1:
             trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-            return x, self.down.biased(_InChunks.apply(norm(x), self, *trained))
+            return x, self.down.add_bias(_InChunks.apply(norm(x), self, *trained))
         x, inner = self.up.after_norm(x, norm)
         return x, self._down(inner)
 
@@ -115,7 +115,8 @@ class _InChunks(torch.autograd.Function):
         (x, *trained), mlp = ctx.saved_tensors, ctx.mlp
         grad = gather_output_grad(grad, mlp.down.sides)
         full = gather_input(x, mlp.up.sides, again=True)
-        grad_x, rows = torch.empty_like(full), _rows(full, mlp.chunks)
+        grad_x = torch.empty_like(full)
+        rows = _rows(full, mlp.chunks)
         sums: list[Tensor | None] = [None] * len(trained)
         handles = (mlp.up.sinks.get("weight"), mlp.down.sinks.get("weight"))
         for at in rows:

@@ -40,7 +40,8 @@ class HostActivations:
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
         """Create the streams. `module` provides them, by default torch's module for the device."""
-        self.device, self.module = device, module or accelerator(device)
+        self.device = device
+        self.module = module or accelerator(device)
         streams: list[Any] = [self.module.Stream(device) if self.module else None for _ in range(2)]
         self._out, self._in = streams
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}

@@ -25,7 +25,7 @@ from meshwright.nn.weight_grad import add_product, sink_of
 from meshwright.spec.model.pieces import runs
 
 
-class Scattered(NamedTuple):
+class PendingScatter(NamedTuple):
     """A scatter in flight."""
 
     # This rank's summands, [ranks by distance, rows, features]: the local one first, the others as they arrive.
@@ -41,7 +41,8 @@ def spans(places: Iterable[int]) -> Iterator[tuple[int, int]]:
     for place in sorted(places):
         if place != end and end >= 0:
             yield begin, end
-        begin, end = (begin if place == end else place), place + 1
+        begin = begin if place == end else place
+        end = place + 1
     yield begin, end
 
 
@@ -59,19 +60,24 @@ def begin_gather(group: Group, x: Tensor) -> tuple[Tensor, list[Pending]]:
 
     Return the tensor in which they arrive, which already holds this rank's rows, and the pending call of each run.
     """
-    size, rank, x = group.size, group.index, x.contiguous()
+    size = group.size
+    rank = group.index
+    x = x.contiguous()
     full = x.new_empty((size * x.shape[0], *x.shape[1:]))
     chunks = full.chunk(size)
     chunks[rank].copy_(x)
     return full, [group.shifts([(x, by, chunks[(rank - by) % size]) for by in run]) for run in runs(size)[1:]]
 
 
-def begin_scatter(group: Group, x: Tensor, width: int, product: Callable[[Tensor, Tensor], None]) -> Scattered:
+def begin_scatter(group: Group, x: Tensor, width: int, product: Callable[[Tensor, Tensor], None]) -> PendingScatter:
     """Multiply the rows for each rank of the group and send them there. The rows for this rank are multiplied last."""
-    size, rank, rows = group.size, group.index, x.shape[0] // group.size
+    size = group.size
+    rank = group.index
+    rows = x.shape[0] // group.size
     others = x.new_empty((x.shape[0], width))
     chunks = x.new_empty((size, rows, width))
-    outgoing, incoming = others.chunk(size), chunks.unbind()
+    outgoing = others.chunk(size)
+    incoming = chunks.unbind()
     pendings = []
     for run in reversed(runs(size)[1:]):
         for low, high in spans((rank + by) % size for by in run):
@@ -79,10 +85,10 @@ def begin_scatter(group: Group, x: Tensor, width: int, product: Callable[[Tensor
             product(others[these], x[these])
         pendings.append(group.shifts([(outgoing[(rank + by) % size], by, incoming[by]) for by in run]))
     product(incoming[0], x[rank * rows : (rank + 1) * rows])
-    return Scattered(chunks, pendings, others)
+    return PendingScatter(chunks, pendings, others)
 
 
-def finish_scatter(begun: Scattered) -> Tensor:
+def finish_scatter(begun: PendingScatter) -> Tensor:
     """Wait for the chunks of the other ranks and return the sum of this rank's rows."""
     for pending in begun.pendings:
         pending.wait()
@@ -145,7 +151,8 @@ def _(x: Tensor, weight: Tensor, turned: bool, group: str, size: int) -> Tensor:
 @operator("meshwright::product_sum")
 def product_sum(x: Tensor, weight: Tensor, group: str, chunks: int) -> Tensor:
     """Return the sum of all ranks' x W^T. Each chunk of rows is all-reduced while the next ones are multiplied."""
-    ranks, y = group_named(group), x.new_empty((x.shape[0], weight.shape[0]))
+    ranks = group_named(group)
+    y = x.new_empty((x.shape[0], weight.shape[0]))
     pendings = []
     for rows, out in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
         multiply(out, rows, weight, None, False)

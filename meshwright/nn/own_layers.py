@@ -37,7 +37,7 @@ class ParallelLayer(nn.Module):
     tp: Group | None = None
 
     def join(self, parallel: Parallel) -> None:
-        """Communicate with the tensor-parallel ranks from now on. The parameters are this rank's shards already."""
+        """Start communicating with the tensor-parallel ranks. The parameters are this rank's shards already."""
         self.tp = None if parallel.tp.alone else parallel.tp
 
     @property
@@ -105,7 +105,7 @@ class _ParallelLinear(TensorRegion):
         """Return a copy of the bias, which is still there when ZeRO 3 has freed the layer's weights."""
         return None if self.bias is None else self.bias.clone()
 
-    def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return this layer's product with the rows of x, in autocast's precision if autocast is on."""
         weight: Tensor = self.weight
         if torch.is_autocast_enabled(x.device.type):
@@ -140,7 +140,7 @@ class ColumnParallelLinear(_ParallelLinear):
             raise UserError("gather_output returns all outputs and skip_bias_add a part of the bias: use one of them")
 
     def forward(self, x: Tensor) -> Any:
-        y = self.multiplied(x, None if self.skip_bias_add else self.bias)
+        y = self.product(x, None if self.skip_bias_add else self.bias)
         y = self.gather(y) if self.gather_output else y
         return (y, self.separate_bias()) if self.skip_bias_add else y
 
@@ -152,7 +152,7 @@ class RowParallelLinear(_ParallelLinear):
     >>> layer(torch.zeros(3, 16)).shape
     torch.Size([3, 8])
 
-    x is what a `ColumnParallelLinear` returns. If all ranks hold all of x, say `input_is_parallel=False`.
+    x is the output of a `ColumnParallelLinear`. If all ranks hold all of x, say `input_is_parallel=False`.
     """
 
     styles: ClassVar[dict[str, str]] = {"weight": "rowwise", "bias": "rowwise"}
@@ -166,7 +166,7 @@ class RowParallelLinear(_ParallelLinear):
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor) -> Any:
-        y = self.multiplied(x if self.input_is_parallel else self.scatter(x), None)
+        y = self.product(x if self.input_is_parallel else self.scatter(x), None)
         if self.skip_bias_add:
             return y, self.separate_bias()
         # Every rank holds the whole bias, which is added once, after the sum.
@@ -228,7 +228,8 @@ class ParallelCrossEntropy(ParallelLayer):
         self.ignore_index = ignore_index
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        flat, wanted = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        flat = logits.reshape(-1, logits.shape[-1])
+        wanted = labels.reshape(-1)
         width = flat.shape[1]
         first, name = (0, "") if self.tp is None else (self.tp.index * width, self.tp.name)
         vocabulary = Vocabulary(first, width, name, self.ranks, is_host(flat.device))
@@ -277,7 +278,10 @@ class ParallelAttention(TensorRegion):
         causal: bool = True, rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.heads, self.kv_heads, self.causal, self.rotate = heads, kv_heads or heads, causal, rotate
+        self.heads = heads
+        self.kv_heads = kv_heads or heads
+        self.causal = causal
+        self.rotate = rotate
         if heads % self.kv_heads or (head_dim is None and hidden % heads):
             raise UserError(f"heads={heads} must be a multiple of kv_heads={self.kv_heads} and divide hidden={hidden}")
         self.head_dim = head_dim or hidden // heads

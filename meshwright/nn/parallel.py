@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm.by_node import ByNode
+from meshwright.comm.by_node import NodeGroups
 from meshwright.comm.group import Group
 from meshwright.config.memory import RecomputeConfig
 from meshwright.nn.adapters.nf4 import pack
@@ -32,7 +32,7 @@ class ExpertGroups:
     # True if experts are sharded over the same ranks as everything else (`Coordinate.cuts_experts_alike`).
     alike: bool
     # The two subgroups of `ep` of a hierarchical exchange, in which rows travel inside a node first.
-    by_node: ByNode | None = None
+    by_node: NodeGroups | None = None
 
 
 @dataclass(frozen=True)

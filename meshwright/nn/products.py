@@ -17,7 +17,7 @@ from meshwright.nn import fp8
 from meshwright.nn.weight_grad import add_product_grad
 
 # A gradient [tokens, out], and its fp8 form if it has one.
-Prepared = tuple[Tensor, fp8.Pair | None]
+Prepared = tuple[Tensor, fp8.QuantisedPair | None]
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:

@@ -34,7 +34,7 @@ class Streams:
         self.where = (step, micro_batch, chunk)
 
     @contextmanager
-    def replaying(self, where: tuple[int, int, int]) -> Iterator[None]:
+    def replay(self, where: tuple[int, int, int]) -> Iterator[None]:
         """Draw the numbers of an earlier step, micro-batch and chunk again, to recompute blocks after others began."""
         before, self.where = self.where, where
         try:

@@ -23,7 +23,7 @@ from meshwright.nn.offload import HostActivations, HostCopy
 GATE, MARK, MARK_SENT_BACK = "_meshwright_gate", "_meshwright_mark", "_meshwright_mark_sent_back"
 
 
-class Gate(Protocol):
+class WeightGate(Protocol):
     """Gathers and releases a unit's weights.
 
     `open` returns when the weights are in memory, in forward and in backward. `close` says that they are no longer
@@ -72,7 +72,7 @@ def call_unit(unit: nn.Module, x: Tensor, *rest: Any, hold: bool = False) -> Any
 def open_units(units: Iterable[nn.Module]) -> None:
     """Gather the weights of units that are called together. The weights stay in memory."""
     for unit in units:
-        gate: Gate | None = getattr(unit, GATE, None)
+        gate: WeightGate | None = getattr(unit, GATE, None)
         if gate is not None:
             assert not gate.closes
             gate.open()
@@ -86,7 +86,7 @@ def show_mark(unit: nn.Module, y: Any, training: bool, first: nn.Module | None =
 
 
 def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -> Any:
-    gate: Gate | None = getattr(unit, GATE, None)
+    gate: WeightGate | None = getattr(unit, GATE, None)
     if gate is None:
         return unit(x, *rest)
     gate.open()
@@ -106,7 +106,7 @@ def _call_gated(unit: nn.Module, x: Tensor, rest: tuple[Any, ...], hold: bool) -
     return results if isinstance(y, tuple) else results[0]
 
 
-def _closed_in_backward(gate: Gate, x: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+def _closed_in_backward(gate: WeightGate, x: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
     """Return the arguments of a unit, passed through a call that closes its gate in backward.
 
     The weights may be released only when all gradients that leave the unit are complete, so one call takes all tensors
@@ -133,7 +133,7 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Run, kept: Kept, *more: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, run: Run, kept: InputStorage, *more: Tensor) -> tuple[Tensor, ...]:
         ctx.run, ctx.copy, ctx.before = run, None, kept.last
         if kept.memory is None:
             ctx.save_for_backward(x, *more)
@@ -159,7 +159,7 @@ class _Recompute(torch.autograd.Function):
 
 
 @dataclass
-class Kept:
+class InputStorage:
     """The storage for the inputs of recomputed blocks: host `memory`, or the device if that is None.
 
     `last` is the input that went to host memory last. It comes back first.
@@ -169,7 +169,7 @@ class Kept:
     last: HostCopy | None = None
 
 
-def recompute(run: Run, x: Tensor, kept: Kept | None = None, *more: Tensor) -> tuple[Tensor, ...]:
+def recompute(run: Run, x: Tensor, kept: InputStorage | None = None, *more: Tensor) -> tuple[Tensor, ...]:
     """Return run(x, False, *more), of which only x and `more` are saved, and call run(x, True, *more) in backward.
 
     `run` must repeat its random numbers and collectives. Apart from its weights and these tensors, it must not use any
@@ -177,4 +177,4 @@ def recompute(run: Run, x: Tensor, kept: Kept | None = None, *more: Tensor) -> t
     """
     # Autograd skips the backward of a function if none of its inputs needs a gradient, and the weights inside `run` are
     # not inputs. So x is made to need one even where it does not, as after a frozen embedding.
-    return _Recompute.apply(x if x.requires_grad else x.detach().requires_grad_(), run, kept or Kept(), *more)
+    return _Recompute.apply(x if x.requires_grad else x.detach().requires_grad_(), run, kept or InputStorage(), *more)

@@ -127,7 +127,7 @@ class SinkTable:
         return self._sinks[number]
 
     @contextmanager
-    def deferring(self, deferred: Deferred | None) -> Iterator[None]:
+    def defer_to(self, deferred: Deferred | None) -> Iterator[None]:
         """Defer the contributions that are given as factors (products of linear layers, rows of embeddings), and the
         finished gradients of vectors.
 
@@ -164,7 +164,7 @@ def piece_of_contribution(handles: Iterable[Tensor | None], last: bool) -> Itera
 
 
 # The number of vectors whose gradients one call adds.
-TOGETHER = 16
+VECTORS_PER_CALL = 16
 
 
 class VectorGradients:
@@ -189,7 +189,7 @@ class VectorGradients:
             sink.add(grad)
             return
         self._waiting[sink] = grad
-        if len(self._waiting) == TOGETHER:
+        if len(self._waiting) == VECTORS_PER_CALL:
             self.add_all()
 
     @torch.no_grad()
@@ -217,7 +217,7 @@ class Deferred:
         self._calls: deque[Callable[[], None]] = deque()
 
     def add(self, sink: Sink, call: Callable[..., None], *tensors: Tensor) -> None:
-        held = [self.detached(x) for x in tensors]
+        held = [self.detach(x) for x in tensors]
         last = sink.complete
 
         def later() -> None:
@@ -226,7 +226,7 @@ class Deferred:
 
         self._calls.append(later)
 
-    def detached(self, x: Tensor) -> Tensor:
+    def detach(self, x: Tensor) -> Tensor:
         """Return a tensor without its graph, which a saved activation would otherwise keep alive."""
         return x.detach().clone() if self.copies else x.detach()
 

@@ -28,16 +28,16 @@ SHARDED = {1: "optimizer states", 2: "optimizer states and gradients", 3: "optim
 
 def layout_of_cost(cost: Cost) -> dict[str, Any]:
     """Return the choices that a plan makes, by the names that --layout uses."""
-    c, layout = cost.job.config, cost.job.layout
+    config, layout = cost.job.config, cost.job.layout
     return {
         **({"replicas": layout.replicas} if layout.replicas > 1 else {}),
-        "tp": c.layout.tp, **({"tp_grid": str(c.layout.grid)} if c.layout.grid else {}),
-        "pp": c.layout.pp, "dp": layout.dp, "cp": c.layout.cp,
-        **({"ep": layout.ep, "etp": layout.etp} if c.model.experts.count else {}), "chunks": c.layout.chunks,
-        "order": c.layout.order, "sequence_parallel": c.layout.sequence_parallel and c.layout.tp > 1,
-        "schedule": c.pipeline.schedule, "micro_batch": c.train.micro_batch, "zero": c.zero.stage,
-        "recompute": c.recompute.mode, "offload": c.recompute.offload, "pieces": c.recompute.pieces,
-        "split": list(c.pipeline.split),
+        "tp": config.layout.tp, **({"tp_grid": str(config.layout.grid)} if config.layout.grid else {}),
+        "pp": config.layout.pp, "dp": layout.dp, "cp": config.layout.cp,
+        **({"ep": layout.ep, "etp": layout.etp} if config.model.experts.count else {}), "chunks": config.layout.chunks,
+        "order": config.layout.order, "sequence_parallel": config.layout.sequence_parallel and config.layout.tp > 1,
+        "schedule": config.pipeline.schedule, "micro_batch": config.train.micro_batch, "zero": config.zero.stage,
+        "recompute": config.recompute.mode, "offload": config.recompute.offload, "pieces": config.recompute.pieces,
+        "split": list(config.pipeline.split),
     }  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def as_json(cost: Cost, tokens: float | None = None) -> dict[str, Any]:
         "bubble_from": "table" if cost.simulated else "formula", "compute_s": cost.compute_s,
         "optimizer_s": cost.optimizer_s,
         "comm": {
-            name: traffic._asdict() | {"seconds": t.seconds, "hidden_s": t.hidden, "exposed_s": t.exposed}
+            name: traffic._asdict() | {"seconds": t.seconds, "hidden_s": t.hidden, "exposed_s": t.exposed_seconds}
             for name, traffic, t in axes_of(cost)
         },
         "stages": [
@@ -207,14 +207,14 @@ def axes_of(cost: Cost) -> list[tuple[str, Traffic, AxisTime]]:
 
 def report(cost: Cost, tokens: float | None = None, full: bool = True) -> str:
     """Return the figures of `as_json` as text; with `full` also the tables of the communication and the stages."""
-    job, c = cost.job, cost.job.config
+    job, config = cost.job, cost.job.config
     m = as_json(cost, tokens)
     words, fits = experts_words(job), m["memory"]["needed_gib"] <= m["memory"]["device_gib"]
     lines = [
         f"{parameters_words(job)} on {job.world} x {cost.cluster.device.name}: {layout_words(m['layout'])}",
         *([words] if words else []),
-        f"global batch {job.global_batch} x {c.model.seq} tokens, {plural(job.micro_batches, 'micro-batch')}, "
-        f"{c.train.precision}, stack {job.stack.name}",
+        f"global batch {job.global_batch} x {config.model.seq} tokens, {plural(job.micro_batches, 'micro-batch')}, "
+        f"{config.train.precision}, stack {job.stack.name}",
         "",
         # A step that does not fit has no speed, so this comes first.
         *([] if fits else [_memory_lines(cost), ""]),

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from meshwright.config.memory import Place, Recomputed
-from meshwright.plan.job import Job, kept_together, remembered
+from meshwright.plan.job import Job, remember, saved_together
 from meshwright.spec.model.description import field_elements, fields_read
 from meshwright.spec.model.graph import Stage
 from meshwright.spec.model.part import BlockUnit, Coordinate, Kernels, MicroBatch, Unit
@@ -19,7 +19,7 @@ from meshwright.spec.schedule.table import ACTIVATIONS, FACTORS, Op, held
 
 
 @dataclass(frozen=True)
-class KeptBytes:
+class UnitSavedBytes:
     """Bytes of one unit for one micro-batch."""
 
     lasting: float  # Saved for backward.
@@ -30,32 +30,34 @@ class KeptBytes:
 
 
 @lru_cache(maxsize=50_000)
-def unit_kept(
+def saved_by_unit(
     unit: Unit, at: Coordinate, batch: MicroBatch, kernels: Kernels, again: Recomputed, selective: tuple[float, bool],
     splits: bool = False,
-) -> KeptBytes:  # fmt: skip
+) -> UnitSavedBytes:  # fmt: skip
     """Return the bytes of a unit of which backward computes a part again.
 
     `selective` describes the recompute mode of that name: the share of a block's linear products that it recomputes,
     and whether it recomputes the attention core. `splits` says that the schedule defers weight gradients.
     """
     if splits:
-        factors, working = unit.factors(at, batch, kernels), unit.split_working(at, batch, kernels)
-        plain = unit_kept(unit, at, batch, kernels, again, selective)
+        factors, working = unit.factors(at, batch, kernels), unit.split_workspace(at, batch, kernels)
+        plain = saved_by_unit(unit, at, batch, kernels, again, selective)
         return replace(plain, factors=factors, split_working=working)
-    declared, working = unit.kept(at, batch, kernels), unit.working(at, batch, kernels)
+    declared, working = unit.saved(at, batch, kernels), unit.workspace(at, batch, kernels)
     kept = [each for each in declared if not each.passing]
     everything = sum(each.size for each in kept)
     passing = sum(each.size for each in declared if each.passing)
     if not isinstance(unit, BlockUnit) or again is Recomputed.NOTHING:
-        return KeptBytes(everything, passing, working)
+        return UnitSavedBytes(everything, passing, working)
     stream = unit.rows.of(batch).rows(at) * unit.hidden * batch.element
     share, core = selective
     if again is Recomputed.CORE and core:
         dropped = sum(each.size for each in kept if each.core)
-        return KeptBytes(everything - dropped, passing + (dropped if not kernels.fused_attention else 0.0), working)
+        return UnitSavedBytes(
+            everything - dropped, passing + (dropped if not kernels.fused_attention else 0.0), working
+        )
     if again is Recomputed.CORE and not share:
-        return KeptBytes(everything, passing, working)
+        return UnitSavedBytes(everything, passing, working)
     if again is Recomputed.CORE:
         # The block's input, the attention output and this share of the products' results are kept.
         products = [product for product in unit.work(at, batch, kernels).products if product.linear]
@@ -63,10 +65,10 @@ def unit_kept(
         results = sum(p.m * p.n * p.count * (scattered if p.scattered else 1.0) for p in products) * batch.element
         output = sum(each.size for each in kept if each.name == "attention output")
         held = stream + output + share * results
-        return KeptBytes(held, everything - held, working)
+        return UnitSavedBytes(held, everything - held, working)
     # The input of the recomputed blocks is kept already, and their first norm saves the same tensor.
     shared = stream if any(each.name == "input" for each in kept) else 0.0
-    return KeptBytes(everything, passing - shared, working)
+    return UnitSavedBytes(everything, passing - shared, working)
 
 
 class BackwardUnit(NamedTuple):
@@ -94,11 +96,13 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     held, first = [node.unit for node in job.model.nodes_of(stage)], int(stage.first)
     selective = (job.stack.selective, job.stack.selective_core)
     splits = job.splits_backwards
-    units = [unit_kept(unit, unit.seen_by(job.at), job.batch, job.kernels, part, selective, splits) for unit in held]
+    units = [
+        saved_by_unit(unit, unit.seen_by(job.at), job.batch, job.kernels, part, selective, splits) for unit in held
+    ]
     streams = [unit.rows.of(job.batch).rows(job.at) * job.model.hidden * job.batch.element for unit in held]
 
-    runs = kept_together(held, together)
-    offloaded = _offloaded(job, stage, len(runs) - first - int(stage.last))
+    runs = saved_together(held, together)
+    offloaded = _offloaded_runs(job, stage, len(runs) - first - int(stage.last))
     kept, again = [], []
     for number, (begin, end) in enumerate(runs, start=-first):
         inside, stream = units[begin:end], streams[begin]
@@ -112,13 +116,14 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     factors = [sum(each.factors for each in units[begin:end]) for begin, end in runs]
     factors_from = [0.0, *accumulate(reversed(factors))][::-1]  # Bytes of the factors of each run and of later ones.
 
-    # At the last runs most activations are kept, and at the first runs most gradients exist. The run after the first
-    # also brings an input back from host memory. The head is left out: its gradients are computed in forward.
+    # The peak is near either end: the last runs hold the most activations, and the first runs the most gradients. The
+    # run after the first also brings an input back from host memory. The head computes its gradients in forward.
     shown = sorted({*range(4), *range(len(runs) - 4, len(runs))} & set(range(len(runs) - int(stage.last))))[::-1]
 
     def moments(op: Op) -> Iterator[BackwardUnit]:
         for at in shown:
-            inside, unit = units[slice(*runs[at])], runs[at][1] - 1
+            inside = units[slice(*runs[at])]
+            unit = runs[at][1] - 1
             # The input of the run before this one is prefetched from host memory.
             prefetched = streams[runs[at][0]] * (at - first - 1 in offloaded)
             if op is Op.WEIGHT_GRAD:
@@ -137,7 +142,7 @@ def chunk_bytes(job: Job, stage: Stage, fields: int) -> ChunkBytes:
     return ChunkBytes(sum(kept) + batch + beside, loss, backward, factors_from[0], streams[0] * len(offloaded))
 
 
-def _offloaded(job: Job, stage: Stage, runs: int) -> range:
+def _offloaded_runs(job: Job, stage: Stage, runs: int) -> range:
     """Return the numbers of a chunk's recomputed runs whose input is in host memory. A CPU offloads nothing."""
     return range(0) if job.host else job.config.recompute.offloaded(runs, stage.first, stage.last)
 
@@ -160,7 +165,7 @@ class RankActivations(NamedTuple):
     offloaded: float  # The most that is in host memory.
 
 
-@remembered("recompute")
+@remember("recompute")
 def rank_activations(job: Job, pp_rank: int) -> RankActivations:
     """Return the bytes that a rank of a pipeline stage saves for backward."""
     chunks = chunks_of(job, pp_rank)
@@ -168,17 +173,17 @@ def rank_activations(job: Job, pp_rank: int) -> RankActivations:
 
 
 # By chunk, the number of micro-batches in flight that hold activations, and of those that hold factors.
-Flying = tuple[tuple[int, ...], tuple[int, ...]]
+InFlight = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @lru_cache(maxsize=20_000)
-def in_flight(kind: str, pp: int, micro_batches: int, chunks: int, rank: int) -> dict[tuple[Op, int], set[Flying]]:
+def in_flight(kind: str, pp: int, micro_batches: int, chunks: int, rank: int) -> dict[tuple[Op, int], set[InFlight]]:
     """Return the most that is in flight on a rank by (action, chunk), following its schedule.
 
     For a forward that is when it ends, for any other action when it begins.
     """
     activations, factors = [0] * chunks, [0] * chunks
-    seen: dict[tuple[Op, int], set[Flying]] = {}
+    seen: dict[tuple[Op, int], set[InFlight]] = {}
     for action in computes(kind, pp, micro_batches, chunks, rank):
         here = seen.setdefault((action.op, action.chunk), set())
         if action.op is not Op.FORWARD:
@@ -190,7 +195,7 @@ def in_flight(kind: str, pp: int, micro_batches: int, chunks: int, rank: int) ->
     return {place: _most(found, place[1]) for place, found in seen.items()}
 
 
-def _most(found: set[Flying], at: int) -> set[Flying]:
+def _most(found: set[InFlight], at: int) -> set[InFlight]:
     """Drop every entry that differs from another only in fewer activations of the chunk `at`."""
     # Entries are sorted, so the last with the same key has the most activations.
     most = {((each[:at], each[at + 1 :]), factors): (each, factors) for each, factors in sorted(found)}
@@ -204,7 +209,8 @@ def micro_batches_to_steady_state(job: Job) -> int:
     the number of all micro-batches.
     """
     pp, m, chunks = job.layout.pp, job.micro_batches, job.config.layout.chunks
-    few, formula = min(m, 3 * pp + m % pp), KINDS[job.config.pipeline.schedule].in_flight
+    few = min(m, 3 * pp + m % pp)
+    formula = KINDS[job.config.pipeline.schedule].in_flight
     drains = formula is not None and formula(pp, m, chunks, 0) == formula(pp, few, chunks, 0)
     return few if drains else m
 

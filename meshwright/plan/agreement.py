@@ -33,28 +33,28 @@ class Verdict:
     documents: float | None = None
 
     @property
-    def differing(self) -> list[str]:
+    def differing_parameters(self) -> list[str]:
         """The parameters whose gradients differ, in the order of the model.
 
         If all gradients agree, these are the parameters whose values differ after the steps.
         """
-        return [name for name, error in self._examined.items() if error > self.tolerance]
+        return [name for name, error in self._errors.items() if error > self.tolerance]
 
     @property
-    def _examined(self) -> Mapping[str, float]:
+    def _errors(self) -> Mapping[str, float]:
         return self.parameters if self.first_step is None else self.at_first
 
     @property
     def worst(self) -> str:
         """The parameter with the largest error among those that differ, or an empty name if none differs."""
-        return max(self.differing, key=lambda name: self._examined[name], default="")
+        return max(self.differing_parameters, key=lambda name: self._errors[name], default="")
 
     @property
     def complaints(self) -> list[str]:
         """One sentence per difference, parameters first."""
         complaints = []
-        if names := self.differing:
-            errors = self._examined
+        if names := self.differing_parameters:
+            errors = self._errors
             what = "values after the steps" if self.first_step is None else f"gradients of step {self.first_step}"
             complaints.append(
                 f"{len(names)} of {len(errors)} parameters differ in their {what}: the first is {names[0]} (off by "
@@ -95,7 +95,7 @@ def judge(
     comm: dict[str, tuple[int | None, int]] = {axis: (None, counts["wire_bytes"]) for axis, counts in one.comm.items()}
     if plans:
         # The plan already counts the values that the objective monitors.
-        others = one.monitored - len(config.monitored)
+        others = one.monitored - len(config.monitored_names)
         planned = predict_step(config, world, samples=one.samples, monitored=others)
         unknown = unplanned_axes(config)
         for axis in dict.fromkeys([*planned, *one.comm]):

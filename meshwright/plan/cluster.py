@@ -55,7 +55,7 @@ class DeviceSpec:
 
 
 @dataclass(frozen=True)
-class Node:
+class Machine:
     """One machine. `link_gb_s` is the rate at which one device sends into the node's fabric, in one direction."""
 
     devices: int
@@ -106,7 +106,7 @@ class Cluster:
     name: str
     about: str
     device: DeviceSpec
-    node: Node
+    node: Machine
     network: Network
     efficiency: Efficiency
     sources: Mapping[str, str]

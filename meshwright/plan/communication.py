@@ -22,7 +22,7 @@ from meshwright.config.comm import GatherConfig
 from meshwright.config.memory import ZeroConfig
 from meshwright.config.sections import Config
 from meshwright.engine.sharding.compression.sizes import gathered_bytes
-from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Network, ReducerPlan
+from meshwright.engine.sharding.reducers import PLAIN_REDUCER, LinkCost, ReducerPlan
 from meshwright.plan.held import Buffer, HeldParameter, fetches_of, packing_of
 from meshwright.plan.job import FIELD_BYTES, Job, checked_job
 from meshwright.plan.matrices import matrix_calls
@@ -36,7 +36,7 @@ from meshwright.spec.model.graph import Stage
 from meshwright.spec.model.loss_pieces import answers_of
 from meshwright.spec.model.part import Collective, Coordinate, MicroBatch, Unit, innermost
 from meshwright.spec.traffic.counts import WIDE, balance_length, checks_bytes, counts_bytes, sums_bytes
-from meshwright.spec.traffic.fragments import Moment, fragment_bounds, moment_of
+from meshwright.spec.traffic.fragments import FragmentMoment, fragment_bounds, moment_of
 from meshwright.spec.traffic.ledger import wire_bytes
 from meshwright.spec.traffic.placement import copy_axis
 
@@ -189,7 +189,8 @@ def pipeline(job: Job, pp_rank: int) -> Iterator[RepeatedCall]:
     a decoder that attends to an encoder there are two sends, the second of the encoder's output. A program that
     scatters its sends gathers each one over tp after receiving it.
     """
-    stages, divided = stages_of(job.config), job.layout.tp if job.scatters_sends else 1
+    stages = stages_of(job.config)
+    divided = job.layout.tp if job.scatters_sends else 1
     payloads: Counter[tuple[str, int]] = Counter()
     for stage, crosses in zip(job.chunks[pp_rank], crossings(job, pp_rank), strict=True):
         ways = (("forward", stage.index + 1, False), ("backward", stage.index, True))
@@ -219,13 +220,13 @@ class GradientSum(NamedTuple):
         for op, payload in self.reducer.calls(self.asked.op, *sizes):
             yield replace(self.asked, op=op, payload=payload)
 
-    def seconds(self, network: Network, on_node: int) -> float:
+    def seconds(self, network: LinkCost, on_node: int) -> float:
         """Return the seconds of one such sum with `on_node` ranks of its group on each node."""
         sizes = (self.elements, self.element_bytes, self.asked.size, self.records, on_node)
         return self.reducer.seconds(network, self.asked.op, *sizes)
 
 
-def expanded(calls: Iterable[RepeatedCall | GradientSum]) -> Iterator[RepeatedCall]:
+def expand_calls(calls: Iterable[RepeatedCall | GradientSum]) -> Iterator[RepeatedCall]:
     """Yield the calls as a ledger counts them, with each gradient sum replaced by its reducer's calls."""
     for each in calls:
         yield from each.calls if isinstance(each, GradientSum) else (each,)
@@ -342,21 +343,22 @@ def _over(layout: Layout, source: str, phase: str, axes: str, op: str, payload: 
     return RepeatedCall(source, phase, layout.without_ones(axes), op, layout.size(axes), payload, times)
 
 
-def synchronised(job: Job, pp_rank: int, moment: Moment) -> Iterator[RepeatedCall]:
+def replica_calls(job: Job, pp_rank: int, moment: FragmentMoment) -> Iterator[RepeatedCall]:
     """Yield the calls by which replicas sum the parameters of a pipeline rank at this moment.
 
     With S a rank's share of a bucket, n replicas and F fragments, a fragment of a share is about S / F elements, in
     multiples of 16 n. It takes 1 all_reduce in float32, or the calls of a compressed one. The copies of a tied
     parameter at both ends of the model are averaged after the sum has arrived.
     """
-    c, layout, n = job.config, job.layout, job.layout.replicas
+    config, layout, n = job.config, job.layout, job.layout.replicas
     for buffer in packing_of(job, pp_rank).buffers:
-        shards, wide = buffer.division(layout, c.zero).shards, max(4, buffer.weight)
-        compresses = buffer.mixed and not buffer.partial and (job.step or 0) > c.train.local.compress.warmup_steps
+        shards = buffer.division(layout, config.zero).shards
+        wide = max(4, buffer.weight)
+        compresses = buffer.mixed and not buffer.partial and (job.step or 0) > config.train.local.compress.warmup_steps
         reducer = job.outer_sums if compresses else PLAIN_REDUCER
         for size in buffer.buckets if buffer.trained else ():
             share = size // (layout.size(shards) if shards else 1)
-            bounds = fragment_bounds(share, c.train.local.fragments, n)
+            bounds = fragment_bounds(share, config.train.local.fragments, n)
             for low, high in (bounds[f] for f in moment.begin if bounds[f][1] > bounds[f][0]):
                 for op, payload in reducer.calls("all_reduce", high - low, wide, n):
                     yield _over(layout, "synchronised", "outer", REPLICAS, op, payload)
@@ -370,9 +372,9 @@ def synchronised(job: Job, pp_rank: int, moment: Moment) -> Iterator[RepeatedCal
 def round_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     """Return the calls by which a rank synchronises all of its parameters once, every `train.local.steps` steps."""
     c = job.config
-    everything = Moment((), tuple(range(c.train.local.fragments)), at_once=True)
+    everything = FragmentMoment((), tuple(range(c.train.local.fragments)), at_once=True)
     after_warmup = replace(job, step=c.train.local.compress.warmup_steps + 1)
-    calls = synchronised(after_warmup, pp_rank, everything) if job.layout.replicas > 1 else ()
+    calls = replica_calls(after_warmup, pp_rank, everything) if job.layout.replicas > 1 else ()
     return [call for call in calls if call.size > 1]
 
 
@@ -410,16 +412,18 @@ def sums(job: Job) -> Iterator[RepeatedCall]:
     the mesh x ranks x 8.
     """
     terms = max(1, job.declared_terms) + len(job.model.losses)
-    replicas, together = job.layout.replicas, INNER if job.layout.replicas > 1 else "world"
+    replicas = job.layout.replicas
+    together = INNER if job.layout.replicas > 1 else "world"
     yield _over(job.layout, "sums", "optimizer", together, "all_reduce", sums_bytes(terms))
     yield _over(job.layout, "sums", "optimizer", REPLICAS, "all_reduce", sums_bytes(terms) + WIDE * replicas)
-    experts, layers = job.config.model.experts, range(job.config.model.layers)
+    experts = job.config.model.experts
+    layers = range(job.config.model.layers)
     if experts.count:
         payload = WIDE * balance_length(experts.count) * sum(map(experts.in_block, layers))
         yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", payload)
     if job.declared_terms:
         yield _over(job.layout, "sums", "data", together, "all_reduce", WIDE * job.declared_terms)
-    if monitored := job.monitored + len(job.config.monitored):
+    if monitored := job.monitored + len(job.config.monitored_names):
         yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2 * monitored)
     if job.config.run.noise_scale:
         yield _over(job.layout, "sums", "optimizer", "world", "all_reduce", WIDE * 2)
@@ -436,16 +440,16 @@ def stage_calls(job: Job, pp_rank: int) -> list[RepeatedCall]:
     """
     held, c = job.chunks[pp_rank], job.config
     calls = [*batch(job, held), *(call for stage in held for call in units(job, stage)), *pipeline(job, pp_rank)]
-    calls += expanded(rank_sums(job, pp_rank))
+    calls += expand_calls(rank_sums(job, pp_rank))
     if job.step is not None and job.layout.replicas > 1:
-        calls += synchronised(job, pp_rank, moment_of(c.train.local, job.step, job.step == c.train.steps))
+        calls += replica_calls(job, pp_rank, moment_of(c.train.local, job.step, job.step == c.train.steps))
     for axis, payload in matrix_calls(job, pp_rank):
         calls.append(replace(_over(job.layout, "matrices", "optimizer", axis, "all_to_all", payload), wire=payload))
     calls += sums(job)
     return [call for call in calls if call.size > 1 and call.times]
 
 
-def _summed(traffic: Iterable[tuple[Key, Traffic]], times: int = 1) -> dict[Key, Traffic]:
+def _sum_traffic(traffic: Iterable[tuple[Key, Traffic]], times: int = 1) -> dict[Key, Traffic]:
     totals: dict[Key, Traffic] = {}
     for key, each in traffic:
         totals[key] = totals.get(key, Traffic()).plus(each, times)
@@ -454,12 +458,12 @@ def _summed(traffic: Iterable[tuple[Key, Traffic]], times: int = 1) -> dict[Key,
 
 def by_line(calls: Iterable[RepeatedCall]) -> Detail:
     """Sum calls by phase, axis and op."""
-    return _summed((call.line, call.traffic) for call in calls)
+    return _sum_traffic((call.line, call.traffic) for call in calls)
 
 
 def by_axis(detail: Detail) -> dict[str, Traffic]:
     """Sum traffic by axis."""
-    return dict(sorted(_summed((line.axis, traffic) for line, traffic in detail.items()).items()))
+    return dict(sorted(_sum_traffic((line.axis, traffic) for line, traffic in detail.items()).items()))
 
 
 def all_ranks(job: Job) -> Detail:
@@ -473,10 +477,11 @@ def all_ranks(job: Job) -> Detail:
         )
         return by_line(call for calls in each for call in calls)
     # Replicas with different shares of the batch have different numbers of micro-batches.
-    replicas, unequal = job.layout.replicas, bool(job.config.train.local.shares)
+    replicas = job.layout.replicas
+    unequal = bool(job.config.train.local.shares)
     jobs = [replace(job, replica=replica) for replica in range(replicas)] if unequal else [job]
     calls = (call for each in jobs for pp_rank in range(job.layout.pp) for call in stage_calls(each, pp_rank))
-    return _summed(((call.line, call.traffic) for call in calls), times=job.world // job.layout.pp // len(jobs))
+    return _sum_traffic(((call.line, call.traffic) for call in calls), times=job.world // job.layout.pp // len(jobs))
 
 
 def predict_rank(config: Config, world: int, rank: int, **step: Any) -> Detail:

@@ -56,7 +56,7 @@ class UnitTime:
     axes: tuple[AxisUse, ...] = ()
 
     @property
-    def computed(self) -> float:
+    def compute_seconds(self) -> float:
         """The seconds of all compute, without communication."""
         return self.forward + self.backward + self.again
 
@@ -102,7 +102,8 @@ class Setting:
 
 
 def setting_of(job: Job, cluster: Cluster, recompute: Recomputed | None = None) -> Setting:
-    """Return the setting of a job's units on a cluster. They recompute what the job does, or else `recompute`."""
+    """Return the setting of a job's units on a cluster. They recompute the same parts as the job, or else
+    `recompute`."""
     c = job.config
     axes = [axis for axis in UNIT_AXES if job.at.size(axis) > 1]
     return Setting(
@@ -192,7 +193,8 @@ def _product_seconds(p: Product, where: Setting, gradient: int = 0) -> float:
     m, count = p.m, p.count
     # A weight may get any number of rows, and kernels pad them to an aligned number.
     if p.groups:
-        m, count = -(-p.m // (p.groups * ALIGNED)) * ALIGNED, p.count * p.groups
+        m = -(-p.m // (p.groups * ALIGNED)) * ALIGNED
+        count = p.count * p.groups
     sizes = ((m, p.n, p.k), (m, p.k, p.n), (p.k, p.n, m))[gradient]
     return product_seconds(cluster.device, precision, share, cluster.memory_rate, *sizes, count, where.batch.element)
 
@@ -227,16 +229,20 @@ def _tensor_parallel(unit: Unit, where: Setting, linear: float, again: float) ->
     stack = where.stack
     # Stacks that hide any tp communication hide all gathers that backward repeats, behind the input gradient's product.
     times = _seconds(unit, where, TENSOR_AXES, with_repeated=not stack.hide_tp)
-    forward, backward = times.forward, times.backward + again * times.again
+    forward = times.forward
+    backward = times.backward + again * times.again
     # The embedding and the head have no products to hide behind.
     if not unit.stackable:
         return AxisUse("tp", forward, backward)
     share, room = stack.hide_tp, stack.hide_tp * linear
     # With products in chunks, the first chunk has no communication before it, or the last none after it.
     if where.at.overlaps:
-        size, cut = where.at.size("tp"), _in_pieces(unit, where)
-        share, room = cut, linear * cut * ((size - 1) / size if where.at.splits_tokens else 1 - 1 / TP_CHUNKS)
-    hidden_forward, hidden_backward = min(forward * share, room), min(backward * share, 2 * room)
+        size = where.at.size("tp")
+        cut = _in_pieces(unit, where)
+        share = cut
+        room = linear * cut * ((size - 1) / size if where.at.splits_tokens else 1 - 1 / TP_CHUNKS)
+    hidden_forward = min(forward * share, room)
+    hidden_backward = min(backward * share, 2 * room)
     slowed = max(stack.contention, where.cluster.efficiency.contention) if where.at.overlaps else 0.0
     hidden_forward, hidden_backward = ((1 - slowed) * each for each in (hidden_forward, hidden_backward))
     hidden = hidden_forward + hidden_backward
@@ -262,7 +268,8 @@ def _context_parallel(unit: Unit, where: Setting, attention: float, again: float
     if size == 1:
         return AxisUse("cp")
     times = _seconds(unit, where, CONTEXT_AXES)
-    forward, backward = times.forward * (1 + again), times.backward
+    forward = times.forward * (1 + again)
+    backward = times.backward
     if not where.at.context.passes:
         return AxisUse("cp", 0.0, forward + backward)
     # In all rounds of the ring but one, keys and values travel while attention computes.

@@ -36,7 +36,7 @@ from meshwright.plan.switches import adapter_rate_left
 from meshwright.spec.schedule.kinds import KINDS, build, compute_table
 from meshwright.spec.schedule.simulate import Simulation, simulate
 from meshwright.spec.schedule.table import PhaseTimes, Table
-from meshwright.spec.traffic.placement import USUAL_UPDATE, UpdateKind
+from meshwright.spec.traffic.placement import DEFAULT_UPDATE, UpdateKind
 
 # The largest schedule table, in computes, that is simulated. Larger ones use the closed formula.
 LARGEST_SIMULATED = 12_000
@@ -175,7 +175,9 @@ def _stage(
         read = wait_seconds(where.cluster) * (reads and job.layout.tp > 1)
         inside["tp"].add(m * read)
         own = len(stage.layers) / max(1, blocks)
-        forward, backward, weights = read + own * extra[0], own * extra[1], 0.0
+        forward = read + own * extra[0]
+        backward = own * extra[1]
+        weights = 0.0
         for unit, count in job.units(stage):
             t, adding = unit_time(unit, where), 0.0
             if unit.stackable and m > 1:
@@ -200,7 +202,7 @@ def together(times: Iterable[PhaseTimes]) -> PhaseTimes:
 
 def _compute_only(job: Job, where: Setting, pp_rank: int) -> float:
     """Return the compute seconds of one micro-batch on a pipeline rank."""
-    return sum(count * unit_time(unit, where).computed for unit, count in job.rank_units(pp_rank))
+    return sum(count * unit_time(unit, where).compute_seconds for unit, count in job.rank_units(pp_rank))
 
 
 def _send_seconds(job: Job, cluster: Cluster) -> float:
@@ -281,16 +283,16 @@ def _simulated(job: Job, times: ChunkTimes, blocked: float, micro_batches: int) 
     """Simulate the computes of the schedule's table. Each exposed send takes `blocked` more seconds."""
     c = job.config
     table = compute_table(c.pipeline.schedule, c.layout.pp, micro_batches, c.layout.chunks)
-    return _timed(table, times, blocked)
+    return _simulate_chunks(table, times, blocked)
 
 
 def timeline_of(job: Job, times: ChunkTimes, blocked: float) -> Simulation:
     """Simulate the schedule's table, including transfers."""
     c = job.config
-    return _timed(build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks), times, blocked)
+    return _simulate_chunks(build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks), times, blocked)
 
 
-def _timed(table: Table, times: ChunkTimes, blocked: float) -> Simulation:
+def _simulate_chunks(table: Table, times: ChunkTimes, blocked: float) -> Simulation:
     def of(phase: int) -> Callable[[int, int], float]:
         return lambda rank, chunk: times[rank][chunk][phase]
 
@@ -308,7 +310,7 @@ def _optimizer_seconds(job: Job, cluster: Cluster, pp_rank: int) -> float:
     return sum(size * optimizer_bytes(job.states, update) for size, update in mine) / cluster.optimizer_rate
 
 
-def optimizer_bytes(s: States, update: UpdateKind = USUAL_UPDATE) -> float:
+def optimizer_bytes(s: States, update: UpdateKind = DEFAULT_UPDATE) -> float:
     """Return the bytes per parameter that the update, and the grad norm before it, read and write.
 
     With master weights, the weights are written, and also read if they are one half of the masters. Without masters,

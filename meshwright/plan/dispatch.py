@@ -61,7 +61,8 @@ def hops(at: Coordinate, rows: Rows, rank: int) -> tuple[Hops, Hops]:
     With two hops, a row first goes to the rank on the same node whose number in the node is that of the destination,
     and then across nodes.
     """
-    sent, received = sum(rows[rank]), sum(each[rank] for each in rows)
+    sent = sum(rows[rank])
+    received = sum(each[rank] for each in rows)
     here = at.size(EP_NODE)
     if len(exchange_axes(at)) == 1:
         return [("ep", sent, rows[rank][rank])], [("ep", received, rows[rank][rank])]

@@ -28,7 +28,8 @@ def without_effect(config: Config, world: int, node_size: int = 0) -> list[str]:
 
     `node_size` is the number of ranks on a node if the config doesn't say; 0 means that all ranks are on one node.
     """
-    layout, algorithm = axes_layout(config, world, node_size), config.comm.algorithm
+    layout = axes_layout(config, world, node_size)
+    algorithm = config.comm.algorithm
     sums, exchanges = list(_sums(config, layout)), list(_exchanges(config, layout))
     # One word for both is meant for whichever the run has, so it is reported only if it affects neither.
     if algorithm.dp == algorithm.ep:
@@ -56,14 +57,14 @@ def _one_ring(group: tuple[int, ...], layout: Layout) -> bool:
     return neighbours_on_node(group, layout.node_size or layout.world) in (1, len(group))
 
 
-def _exchanges(c: Config, layout: Layout) -> Iterator[str]:
+def _exchanges(config: Config, layout: Layout) -> Iterator[str]:
     """Yield sentences about the algorithm that exchanges rows among experts."""
-    kind = c.comm.algorithm.ep
-    if not c.comm.algorithm.exchanges_by_node:
+    kind = config.comm.algorithm.ep
+    if not config.comm.algorithm.exchanges_by_node:
         return
     key = f"comm.algorithm.ep={kind} has no effect, since"
     if layout.ep == 1:
-        yield f"{key} {'layout.ep is 1' if c.model.experts.count else 'the model has no experts'}"
+        yield f"{key} {'layout.ep is 1' if config.model.experts.count else 'the model has no experts'}"
     elif not exchange_parts(layout):
         yield f"{key} {_places(layout.group('ep', 0), layout)}"
 
@@ -77,10 +78,10 @@ def _places(group: tuple[int, ...], layout: Layout) -> str:
     return f"its {len(group)} ranks are not several, and equally many, on each of {len(nodes)} nodes{size}"
 
 
-def _links(c: Config) -> Iterator[str]:
+def _links(config: Config) -> Iterator[str]:
     """Yield sentences about the descriptions of links and switches."""
-    algorithm = c.comm.algorithm
-    if c.comm.links.on and (not algorithm.chooses or c.comm.emulate.on):
+    algorithm = config.comm.algorithm
+    if config.comm.links.on and (not algorithm.chooses or config.comm.emulate.on):
         yield "comm.links has no effect, since only comm.algorithm=auto without emulated links reads it"
-    if c.comm.switches and not algorithm.sums_itself:
+    if config.comm.switches and not algorithm.sums_itself:
         yield "comm.switches has no effect with comm.algorithm.dp=torch: it orders our own rings"

@@ -40,7 +40,9 @@ def tile_share(m: int, n: int, k: int, count: int, units: int) -> float:
         best = max(best, rate * filled * waves / math.ceil(waves))
     share = best * k / (k + DEPTH)
     aligned = k % ALIGNED == 0 and n % ALIGNED == 0
-    return share if aligned else share * (UNALIGNED if count > 1 else UNALIGNED_LARGE)
+    if aligned:
+        return share
+    return share * (UNALIGNED if count > 1 else UNALIGNED_LARGE)
 
 
 def product_seconds(
@@ -138,7 +140,7 @@ def _exchange_seconds(cluster: Cluster, payload: float, size: int, per_node: int
 
 @dataclass(frozen=True)
 class ClusterNetwork:
-    """The links of a cluster, in the form that reducers ask for (`engine.sharding.reducers.Network`).
+    """The links of a cluster, in the form that reducers ask for (`engine.sharding.reducers.LinkCost`).
 
     `left` is the share of the adapters' rate that switches leave to the groups in question.
     """
@@ -151,8 +153,10 @@ class ClusterNetwork:
         return collective_seconds(self.cluster, op, payload, ranks, on_node, self.left)
 
     def links(self, ranks: int, on_node: int) -> Links:
-        """Return the links of a group that makes sends and receives of its own."""
-        node, network, share = self.cluster.node, self.cluster.network, self.cluster.ops.get("send", 1.0)
+        """Return the links of a group whose ranks call send and receive themselves."""
+        node = self.cluster.node
+        network = self.cluster.network
+        share = self.cluster.ops.get("send", 1.0)
         return Links(
             self._link * share, self._adapters * share * min(on_node, ranks) / node.devices,
             node.link_latency_us * 1e-6, network.latency_us * 1e-6, START + wait_seconds(self.cluster),

@@ -29,7 +29,7 @@ def parts_of(cost: Cost) -> dict[str, float]:
     """Return the seconds of a step by the work that takes them. They add up to the step."""
     parts = {"compute": cost.compute_s, "optimizer": cost.optimizer_s, "idle": cost.idle_s}
     for name in TIMED_AXES:
-        parts[name] = cost.axes[name].exposed if name in cost.axes else 0.0
+        parts[name] = cost.axes[name].exposed_seconds if name in cost.axes else 0.0
     return parts | {"waiting and the rest": max(0.0, cost.step_s - sum(parts.values()))}
 
 
@@ -46,21 +46,21 @@ def against(best: Cost, other: Cost) -> str:
 def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> list[str]:
     """Return a few sentences about the best candidate of a ranking."""
     best = candidates[0]
-    cost, job, c = best.cost, best.job, best.job.config
+    cost, job, config = best.cost, best.job, best.job.config
     shares = sorted(((value / cost.step_s, name) for name, value in parts_of(cost).items()), reverse=True)
     spent = ", ".join(f"{name} {percent(share)}" for share, name in shares if share > 0.004)
     lines = [
         f"{found_layouts:,} combinations were examined, and {fitting:,} of the potentially fast ones fit; "
-        f"the best takes {seconds(cost.step_s)} per step at {percent(cost.mfu)} MFU in {c.train.precision}.",
+        f"the best takes {seconds(cost.step_s)} per step at {percent(cost.mfu)} MFU in {config.train.precision}.",
         f"The busiest rank's time: {spent}.",
     ]
-    tp, pp = c.layout.tp, c.layout.pp
+    tp, pp = config.layout.tp, config.layout.pp
     if tp > 1:
         place = "stays inside a node" if ranks_per_node(job.layout, "tp") == tp else "crosses nodes"
         lines.append(f"tp={tp} {place} and cuts a layer's states and activations by {tp}.")
         lines += _about_grid(best)
-    if c.layout.cp > 1:
-        lines.append(f"cp={c.layout.cp} shares sequences by {balance_words(job)}.")
+    if config.layout.cp > 1:
+        lines.append(f"cp={config.layout.cp} shares sequences by {balance_words(job)}.")
     if pp > 1:
         lines.append(
             f"pp={pp} with {plural(job.micro_batches, 'micro-batch')} has a bubble of {percent(cost.bubble)}, the idle "
@@ -70,11 +70,11 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
     mode = {"none": "Nothing is recomputed", "selective": "Only attention's core is recomputed"}
     room = cost.cluster.device.memory_gib - best.memory_gib
     left = f"{room:.1f} GiB of the device stay free" if room >= 0 else f"{-room:.1f} GiB more than the device has"
-    again = mode.get(c.recompute.mode, "Blocks are recomputed")
-    if c.recompute.offload:
+    again = mode.get(config.recompute.mode, "Blocks are recomputed")
+    if config.recompute.offload:
         again += f" and their inputs, {size(cost.memory.offloaded)} of a rank, are in host memory"
-    if c.recompute.pieces > 1:
-        again += f"; MLPs run in {c.recompute.pieces} pieces, each computed again"
+    if config.recompute.pieces > 1:
+        again += f"; MLPs run in {config.recompute.pieces} pieces, each computed again"
     lines.append(f"{again}; {left}.")
     return lines
 
@@ -82,7 +82,8 @@ def why_best(candidates: list[Candidate], found_layouts: int, fitting: int) -> l
 def _about_states(job: Job) -> Iterator[str]:
     """Yield a sentence about the states that ZeRO shards, and the number of ranks that share them."""
     zero = job.config.zero.stage
-    usual, experts = job.sharding(), job.sharding(EXPERT_DATA_AXES)
+    usual = job.sharding_over()
+    experts = job.sharding_over(EXPERT_DATA_AXES)
     parts = [f"among {usual[1]} ranks"] if usual[0] else []
     if job.config.model.experts.count and experts != usual and experts[0]:
         parts.append(f"those of experts among {experts[1]}" + (" ranks" if not parts else ""))
@@ -96,7 +97,7 @@ def _about_grid(best: Candidate) -> Iterator[str]:
     cost, layout = best.cost, best.job.config.layout
     if layout.grid is None:
         return
-    others = [best.job.replaced(layout=PLAIN | {"sequence_parallel": split}) for split in (False, True)]
+    others = [best.job.with_keys(layout=PLAIN | {"sequence_parallel": split}) for split in (False, True)]
     possible = [job for job in others if not first_broken_rule(job.config, job.world)]
     fitting = [job for job in possible if needed_gib(job, cost.cluster) <= cost.cluster.device.memory_gib]
     if fitting:
@@ -129,7 +130,8 @@ def _about_experts(best: Candidate) -> Iterator[str]:
     fitting = [predict_cost(job, cost.cluster) for gib, job in others if gib <= cost.cluster.device.memory_gib]
     if fitting:
         other = min(fitting, key=lambda one: one.step_s)
-        name, more = _cut_words(other.job), percent(other.step_s / cost.step_s - 1)
+        name = _cut_words(other.job)
+        more = percent(other.step_s / cost.step_s - 1)
         lost = f"with all else the same it takes {more} more, lost on {against(cost, other)}"
         yield f"Of other ways that fit, {name} is the fastest: {lost}."
     elif others:
@@ -143,7 +145,7 @@ def _cut_words(job: Job) -> str:
 
 def yaml_of(best: Candidate) -> str:
     """Return a config for `meshwright train`: the plan's choices, and all other keys that are not at their defaults."""
-    job = best.job.replaced(layout={"node_size": best.job.node_size})
+    job = best.job.with_keys(layout={"node_size": best.job.node_size})
     wanted = to_mapping(job.config)
     least = {key: wanted["model"][key] for key in (["preset"] if job.config.model.preset else wanted["model"])}
     raw: dict[str, Any] = {"model": least, "data": {"prefixes": wanted["data"]["prefixes"]}}

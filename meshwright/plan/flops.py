@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from meshwright.config.sections import ModelConfig
 from meshwright.spec.model.description import describe
-from meshwright.spec.model.part import ALONE, Coordinate, Kernels, MicroBatch, Unit, Work
+from meshwright.spec.model.part import SINGLE_RANK, Coordinate, Kernels, MicroBatch, Unit, Work
 
 
 @lru_cache(maxsize=20_000)
@@ -33,7 +33,7 @@ class SequenceFlops(NamedTuple):
 def _sequence_flops(units: Iterable[tuple[Unit, int]], seq: int, causal: bool) -> SequenceFlops:
     products = seen = whole = 0.0
     for unit, count in units:
-        work = unit_work(unit, ALONE, MicroBatch(1, seq), Kernels())
+        work = unit_work(unit, SINGLE_RANK, MicroBatch(1, seq), Kernels())
         products += count * sum(product.flops for product in work.products)
         seen += count * work.attention_flops
         windowed = any(getattr(part, "window", 0) for _, _, part in unit.parts)
@@ -71,7 +71,7 @@ def recomputed_flops(model: ModelConfig, tokens: float, recompute: str, causal: 
     return again * tokens / model.seq
 
 
-def head_worth(model: ModelConfig) -> float:
+def layers_worth_head(model: ModelConfig) -> float:
     """Return the number of layers that have as many FLOPs as the model's output layer."""
     blocks, head = _model_sequence(model)
     return head / ((blocks.products + blocks.seen) / model.layers)
@@ -82,7 +82,7 @@ def balanced_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
 
     The output layer counts as the number of layers with the same FLOPs.
     """
-    worth, others = head_worth(model), stages - 1
+    worth, others = layers_worth_head(model), stages - 1
     # With stages of exactly equal length, the last one would have this number of layers before the output layer.
     exact = (model.layers + worth) / stages - worth
     tried = {max(0, min(model.layers - others, round(exact) + step)) for step in (-1, 0, 1)}
@@ -95,6 +95,7 @@ def best_split(model: ModelConfig, stages: int) -> tuple[int, ...]:
     """Return `balanced_split` if its longest stage is shorter than that of even stages, else (), which means even."""
     if stages == 1:
         return ()
-    worth, split = head_worth(model), balanced_split(model, stages)
+    worth = layers_worth_head(model)
+    split = balanced_split(model, stages)
     even = max(-(-model.layers // stages), model.layers // stages + worth)
     return split if max(*split[:-1], split[-1] + worth) < even and min(split[:-1]) > 0 else ()

@@ -17,14 +17,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.plan.held import Packing, UnitParameters, packing_of, unit_records
-from meshwright.plan.job import Job, remembered
+from meshwright.plan.job import Job, remember
 from meshwright.spec.model.part import Coordinate, Unit, innermost
 from meshwright.spec.model.wrapped.parts import PlannedModel
 
 IN_FLIGHT = 2  # Reductions in flight at once: the one just started, and the one before it.
 
 
-class Whole(NamedTuple):
+class UnitBytes(NamedTuple):
     """Bytes that exist while backward works on one unit."""
 
     gradients: float = 0.0  # Whole gradients that have not been reduced yet.
@@ -47,13 +47,14 @@ class _Bucket:
     allocated: bool = False
 
 
-@remembered("zero")
-def whole_bytes(job: Job, pp_rank: int) -> list[list[Whole]]:
+@remember("zero")
+def whole_bytes(job: Job, pp_rank: int) -> list[list[UnitBytes]]:
     """Return, for each chunk of a pipeline rank, the bytes during each unit's backward, in the order of forward."""
     packing = packing_of(job, pp_rank)
     if not (job.config.zero.stage >= 2 and job.stack.own) and not job.releases_gradients:
-        return [[Whole()] * len(units) for units in packing.chunks]
-    buckets, first_units = _buckets(job, packing), [param.unit for param in packing.params]
+        return [[UnitBytes()] * len(units) for units in packing.chunks]
+    buckets = _buckets(job, packing)
+    first_units = [param.unit for param in packing.params]
     state, by_chunk = (0.0, 0.0), []
     for chunk in reversed(packing.chunks):
         state, by_unit = _backward(chunk, job, buckets, first_units, *state)
@@ -84,7 +85,7 @@ def _buckets(job: Job, packing: Packing) -> list[_Bucket]:
 def _backward(
     chunk: list[UnitParameters], job: Job, buckets: list[_Bucket], first_units: list[int],
     now: float, lasting: float,
-) -> tuple[tuple[float, float], list[Whole]]:  # fmt: skip
+) -> tuple[tuple[float, float], list[UnitBytes]]:  # fmt: skip
     """Follow the backward of a chunk.
 
     At its start, buckets that later chunks have begun to fill hold `now` bytes, and gradients that stay until the
@@ -101,7 +102,8 @@ def _backward(
             bucket = buckets[param]
             more = 0.0 if bucket.allocated else bucket.gradients
             now, lasting = (now, lasting + more) if bucket.lasts else (now + more, lasting)
-            bucket.allocated, bucket.left = True, bucket.left - 1
+            bucket.allocated = True
+            bucket.left = bucket.left - 1
             if not bucket.left and bucket.late:
                 late.append(bucket)
             # Buckets that last until the update are reduced in place, once.
@@ -115,7 +117,7 @@ def _backward(
                 now, shares = now - done.gradients, shares - done.share
         used = {id(buckets[param]): buckets[param] for param in params}.values()
         tied = {id(buckets[n]): buckets[n].gradients for n in params if first_units[n] < number}
-        by_unit.append(Whole(*most, sum(bucket.weights for bucket in used), sum(tied.values())))
+        by_unit.append(UnitBytes(*most, sum(bucket.weights for bucket in used), sum(tied.values())))
     return (now - sum(bucket.gradients for bucket in (*in_flight, *late)), lasting), by_unit[::-1]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.config.memory import Recomputed
 from meshwright.config.rules import PLANNING_RULES, first_broken_rule
 from meshwright.errors import UserError, divisors
-from meshwright.plan.activations import unit_kept
+from meshwright.plan.activations import saved_by_unit
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.compute import setting_of, unit_time
 from meshwright.plan.held import unit_records
@@ -73,7 +73,8 @@ def ways_of(tp: int, keeps: bool = True) -> Iterator[tuple[str, dict[str, Any]]]
     yield "1D", {**PLAIN, "sequence_parallel": False}
     yield "1D, sequence parallel", {**PLAIN, "sequence_parallel": True}
     for grid in grids_of(tp):
-        keys, name = {**grid.keys, "sequence_parallel": False}, str(grid).upper().replace("X", "x")
+        keys = {**grid.keys, "sequence_parallel": False}
+        name = str(grid).upper().replace("X", "x")
         yield name, keys
         if keeps:
             yield f"{name}, gathered kept", {**keys, "tp_keep_gathered": True}
@@ -93,7 +94,7 @@ def block_cost(name: str, job: Job, cluster: Cluster | None = None) -> BlockCost
         wire_bytes("all_reduce", numel * job.states.grad, at.size(axis)) for axis, numel in copied.items() if numel
     )
     selective = (job.stack.selective, job.stack.selective_core)
-    kept = unit_kept(block, block.seen_by(at), job.batch, job.kernels, Recomputed.NOTHING, selective)
+    kept = saved_by_unit(block, block.seen_by(at), job.batch, job.kernels, Recomputed.NOTHING, selective)
     weights = sum(record.numel for record in records) * job.states.param
     took = _seconds(block, job, cluster) if cluster is not None else 0.0
     return BlockCost(name, job, sent["products"], sent["norms"], gradients, weights, kept.lasting, took)
@@ -114,7 +115,7 @@ def compare(job: Job, cluster: Cluster | None, keeps: bool = True) -> tuple[list
     costs: list[BlockCost] = []
     refused: dict[str, str] = {}
     for name, keys in ways_of(job.config.layout.tp, keeps):
-        other = job.replaced(layout=keys)
+        other = job.with_keys(layout=keys)
         other = replace(other, stack=own_stack(other.config, job.host) if job.stack.own else job.stack)
         if why := first_broken_rule(other.config, job.world, PLANNING_RULES):
             refused.setdefault(why, name)
@@ -127,7 +128,9 @@ def compare(job: Job, cluster: Cluster | None, keeps: bool = True) -> tuple[list
 
 def report(job: Job, costs: list[BlockCost], refused: list[str]) -> str:
     """Return a comparison as text."""
-    m, b, shown = job.config.model, job.batch, _shown(costs)
+    model = job.config.model
+    b = job.batch
+    shown = _shown(costs)
     rows = [("way to cut", "products", "norms", "copies", "all", "weights", "activations", "block")]
     for one in shown:
         rows.append((
@@ -136,8 +139,8 @@ def report(job: Job, costs: list[BlockCost], refused: list[str]) -> str:
         ))  # fmt: skip
     tokens = b.sequences * b.seq
     lines = [
-        f"one block of hidden {m.hidden} on {job.config.layout.tp} tensor-parallel ranks, {tokens:,} tokens a "
-        f"micro-batch ({tokens / m.hidden:.3g} x hidden), {job.config.train.precision}",
+        f"one block of hidden {model.hidden} on {job.config.layout.tp} tensor-parallel ranks, {tokens:,} tokens a "
+        f"micro-batch ({tokens / model.hidden:.3g} x hidden), {job.config.train.precision}",
         "bytes that a rank sends: with every micro-batch for products (and keys and values of shared sequences) and "
         "norms, once per step for gradients of copied weights",
         "", table(rows), *([f"  ({len(costs) - len(shown)} more: --json)"] if len(shown) < len(costs) else []),
@@ -173,12 +176,12 @@ def verdict(costs: list[BlockCost]) -> list[str]:
     return words
 
 
-CHARTED = (4, 8, 16, 64)  # The numbers of tensor-parallel ranks, with one chart each.
+CHARTED_TP = (4, 8, 16, 64)  # The numbers of tensor-parallel ranks, with one chart each.
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # The tokens of a micro-batch divided by the hidden size.
 SEQUENCES = 64  # The sequences of a charted micro-batch, a number that the rows of every charted grid divide.
 
 
-def charts(job: Job, ranks: tuple[int, ...] = CHARTED) -> list[Chart]:
+def charts(job: Job, ranks: tuple[int, ...] = CHARTED_TP) -> list[Chart]:
     """Return a chart for each number of ranks of the bytes that the best grid of each kind sends for a block.
 
     The bytes are in units of the activations [tokens, hidden], over tokens / hidden.
@@ -200,11 +203,13 @@ def charts(job: Job, ranks: tuple[int, ...] = CHARTED) -> list[Chart]:
 def _best_of_kinds(job: Job, tp: int, seq: int) -> dict[str, BlockCost]:
     layout = {"tp": tp, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "chunks": 1, "replicas": 1, "node_size": 0}
     train = {"micro_batch": SEQUENCES, "global_batch": SEQUENCES}
-    one = job.replaced(layout=layout | PLAIN, train=train, model={"seq": seq}, zero={"stage": 0})
+    one = job.with_keys(layout=layout | PLAIN, train=train, model={"seq": seq}, zero={"stage": 0})
     best: dict[str, BlockCost] = {}
     for cost in compare(replace(one, world=tp, cluster_node=tp), None)[0]:
         kind, kept = cost.name.split()[0].rstrip(","), cost.name.endswith("kept")
-        name = cost.name if kind == "1D" else f"{kind}, gathered kept" if kept else kind
+        name = f"{kind}, gathered kept" if kept else kind
+        if kind == "1D":
+            name = cost.name
         # A line for every kind would crowd the chart.
         if kept and kind != "3D":
             continue

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from meshwright.config.memory import ZeroConfig
 from meshwright.config.precision import PRECISIONS
-from meshwright.plan.job import Job, kept_together, remembered
+from meshwright.plan.job import Job, remember, saved_together
 from meshwright.plan.stack import BYTES, NF4
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.params import ParamRecord
@@ -105,7 +105,7 @@ def buffers_of(
         )  # fmt: skip
 
 
-@remembered("zero")
+@remember("zero")
 def packing_of(job: Job, pp_rank: int) -> Packing:
     """Return the buffers of a rank of a pipeline stage."""
     c = job.config
@@ -114,7 +114,7 @@ def packing_of(job: Job, pp_rank: int) -> Packing:
     chunks = tuple(tuple(node.unit for node in job.model.nodes_of(stage)) for stage in job.chunks[pp_rank])
     # The bucket sizes of other programs are not known, so they get a single bucket.
     bucket_mib, grad = (c.comm.bucket_mib, BYTES[c.train.grad_dtype]) if job.stack.own else (ALL_MIB, job.states.grad)
-    return _packing(chunks, job.at, job.layout, bucket_mib, zero, c.train.precision, grad, job.mixing)
+    return _packing(chunks, job.at, job.layout, bucket_mib, zero, c.train.precision, grad, job.mixing_alignment)
 
 
 @lru_cache(maxsize=20_000)
@@ -150,12 +150,13 @@ def fetches_of(job: Job, pp_rank: int) -> list[int]:
     In backward, an embedding stays gathered until the backward of its chunk has finished, so a second embedding with
     the same table needs no gather.
     """
-    packing, together = packing_of(job, pp_rank), job.config.recompute.blocks
+    packing = packing_of(job, pp_rank)
+    together = job.config.recompute.blocks
     gathers = [0] * len(packing.params)
     for stage, units in zip(job.chunks[pp_rank], packing.chunks, strict=True):
         graded = not stage.first  # A gradient flows back to here. The input that a stage receives always has one.
         stays: set[int] = set()
-        runs = kept_together([unit for _, unit, _ in units], together)
+        runs = saved_together([unit for _, unit, _ in units], together)
         twice = {at for begin, end in runs for at in range(begin, end - 1)}
         for at, (node, (_, unit, params)) in enumerate(zip(job.model.nodes_of(stage), units, strict=True)):
             embeds = not node.inputs

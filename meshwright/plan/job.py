@@ -16,11 +16,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from meshwright.config.rules import batch_problem, batch_unit, check
 from meshwright.config.sections import Config
 from meshwright.engine.sharding.compression.make import gradient_sums, replica_sums
-from meshwright.engine.sharding.reducers import ReducerPlan, mixing
+from meshwright.engine.sharding.reducers import ReducerPlan, mixing_alignment
 from meshwright.errors import UserError
 from meshwright.plan.stack import BYTES, Stack, States, own_stack, states_of
 from meshwright.spec.layout import Layout
-from meshwright.spec.layout.context import CONTEXT_PLANS, NOT_SHARED
+from meshwright.spec.layout.context import CONTEXT_PLANS, WHOLE_SEQUENCES
 from meshwright.spec.layout.layout import DENSE_AXES, EXPERT_AXES, EXPERT_WORDS, ONLY_EXPERTS
 from meshwright.spec.layout.params import DATA_AXES
 from meshwright.spec.model.description import data_fields, layout_of, model_of, stages_of
@@ -40,7 +40,7 @@ Figure = TypeVar("Figure")
 More = ParamSpec("More")
 
 
-def shared(function: Callable[[Job], Figure]) -> cached_property[Figure]:
+def shared_property(function: Callable[[Job], Figure]) -> cached_property[Figure]:
     """Make a property that is computed once for all jobs that differ only in ZeRO or recomputation.
 
     The search tries many such jobs.
@@ -56,7 +56,7 @@ def shared(function: Callable[[Job], Figure]) -> cached_property[Figure]:
     return cached_property(from_origin)
 
 
-def remembered(
+def remember(
     *sections: str,
 ) -> Callable[[Callable[Concatenate[Job, More], Figure]], Callable[Concatenate[Job, More], Figure]]:
     """Cache a function of a job for all jobs that differ only in ZeRO or recomputation.
@@ -68,9 +68,9 @@ def remembered(
         @wraps(function)
         def cached(job: Job, /, *args: More.args, **kwargs: More.kwargs) -> Figure:
             key = (function, *(getattr(job.config, section) for section in sections), *args, *kwargs.items())
-            if key not in job.known:
-                job.known[key] = function(job, *args, **kwargs)
-            figure: Figure = job.known[key]
+            if key not in job.cached_results:
+                job.cached_results[key] = function(job, *args, **kwargs)
+            figure: Figure = job.cached_results[key]
             return figure
 
         return cached
@@ -96,9 +96,9 @@ class Job:
     step: int | None = None  # The step's number, on which the sums of replicas depend; None: replicas sum nothing.
     replica: int | None = None  # The replica that is planned, if replicas take different numbers of samples.
     rank: int | None = None  # The rank whose calls are planned, if ranks of a stage send different amounts.
-    origin: Job | None = field(default=None, init=False, repr=False, compare=False)  # See `shared`.
+    origin: Job | None = field(default=None, init=False, repr=False, compare=False)  # See `shared_property`.
 
-    def replaced(self, **sections: Mapping[str, Any]) -> Job:
+    def with_keys(self, **sections: Mapping[str, Any]) -> Job:
         """Return the same job with some keys of its config changed, given by section."""
         changed = {name: replace(getattr(self.config, name), **keys) for name, keys in sections.items()}
         job = replace(self, config=replace(self.config, **changed))
@@ -107,9 +107,9 @@ class Job:
             object.__setattr__(job, "origin", self.origin or self)
         return job
 
-    @shared
-    def known(self) -> dict[object, Any]:
-        """Return the cached results of functions that are `remembered`."""
+    @shared_property
+    def cached_results(self) -> dict[object, Any]:
+        """Return the cached results of functions that `remember` wraps."""
         return {}
 
     @property
@@ -123,20 +123,20 @@ class Job:
         same = self._placed_alike
         return same.layout if same else layout_of(self.config, self.world, self.cluster_node)
 
-    @shared
+    @shared_property
     def sums(self) -> ReducerPlan:
         """Return the reducer that sums gradients over the data axes."""
         return self.reducer or gradient_sums(self.config, self.layout.node_size or self.layout.world).plan
 
-    @shared
+    @shared_property
     def outer_sums(self) -> ReducerPlan:
         """Return the reducer that sums the changes of replicas."""
         return replica_sums(self.config.train.local, self.config.train.seed).plan
 
     @property
-    def mixing(self) -> int:
+    def mixing_alignment(self) -> int:
         """The alignment of parameters in buffers whose elements a sum mixes (see `ReducerPlan`); 0 if none does."""
-        return mixing(self.sums, *([self.outer_sums] if self.layout.replicas > 1 else []))
+        return mixing_alignment(self.sums, *([self.outer_sums] if self.layout.replicas > 1 else []))
 
     @property
     def hides_gradients(self) -> float:
@@ -158,7 +158,7 @@ class Job:
         """The number of ranks on a node."""
         return self.config.layout.node_size or self.cluster_node or self.world
 
-    @shared
+    @shared_property
     def model(self) -> Model:
         """Return the model as a graph of units."""
         return model_of(self.config)
@@ -169,12 +169,12 @@ class Job:
         if (same := self._placed_alike) is not None:
             return same.at
         # Other programs are assumed to pass keys and values around a ring.
-        assumed = CONTEXT_PLANS["ring"] if self.layout.cp > 1 else NOT_SHARED
+        assumed = CONTEXT_PLANS["ring"] if self.layout.cp > 1 else WHOLE_SEQUENCES
         context = self.config.context_plan if self.stack.own else assumed
         pieces = self.config.comm.overlap.piece_flops if self.stack.own else None
         return coordinate_of(self.layout, self.rank or 0, self.config.layout.sequence_parallel, context, pieces)
 
-    @shared
+    @shared_property
     def batch(self) -> MicroBatch:
         """Return one micro-batch of the step."""
         c = self.config
@@ -231,19 +231,19 @@ class Job:
             return self.fields
         return dict.fromkeys(data_fields(self.config), "int64")
 
-    @shared
+    @shared_property
     def placement(self) -> tuple[tuple[int, int], ...]:
         """Return the (pipeline rank, chunk) of every virtual stage."""
         return placement_of(self.config.pipeline.schedule, self.layout.pp, self.config.layout.chunks)
 
-    @shared
+    @shared_property
     def splits_backwards(self) -> bool:
         """Return True if the schedule computes weight gradients separately from input gradients."""
         c = self.config
         order = computes(c.pipeline.schedule, c.layout.pp, 1, c.layout.chunks, 0)
         return any(action.op is Op.INPUT_GRAD for action in order)
 
-    @shared
+    @shared_property
     def chunks(self) -> tuple[tuple[Stage, ...], ...]:
         """Return the stages of every pipeline rank, by chunk."""
         by_rank: list[dict[int, Stage]] = [{} for _ in range(self.layout.pp)]
@@ -264,7 +264,7 @@ class Job:
         """True if each tp rank sends only its share to the next stage, where the shares are gathered again."""
         return self.stack.scatter_sends and self.layout.tp > 1 and not self.at.splits_tokens
 
-    @shared
+    @shared_property
     def representative_ranks(self) -> tuple[int, ...]:
         """Return, for every pipeline rank, the first one with the same units.
 
@@ -274,7 +274,7 @@ class Job:
         held = (tuple(self.units(stage) for stage in stages) for stages in self.chunks)
         return tuple(first.setdefault(units, rank) for rank, units in enumerate(held))
 
-    def sharding(self, data_axes: str = DATA_AXES) -> tuple[int, int, int]:
+    def sharding_over(self, data_axes: str = DATA_AXES) -> tuple[int, int, int]:
         """Return the effective ZeRO stage for gradients summed over these axes, the number of shards, and of copies."""
         stage, shards, replicas = shard_axes(self.layout, self.config.zero, data_axes)
         return stage, self.layout.size(shards) if shards else 1, self.layout.size(replicas) if replicas else 1
@@ -286,7 +286,7 @@ def units_of(model: Model, stage: Stage) -> tuple[tuple[Unit, int], ...]:
     return tuple(Counter(node.unit for node in model.nodes_of(stage)).items())
 
 
-def kept_together(units: Sequence[Unit], together: int) -> list[tuple[int, int]]:
+def saved_together(units: Sequence[Unit], together: int) -> list[tuple[int, int]]:
     """Return the ranges [begin, end) of units whose activations are saved and freed together.
 
     A range is a single unit, or a run of up to `together` blocks that are recomputed together.

@@ -19,10 +19,10 @@ from meshwright.engine.optim.rule import MatrixRule, rules_of
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.efficiency import collective_seconds
 from meshwright.plan.held import Buffer, Packing, packing_of, records_once
-from meshwright.plan.job import Job, ranks_per_node, remembered
+from meshwright.plan.job import Job, ranks_per_node, remember
 from meshwright.plan.switches import adapter_rate_left
 from meshwright.spec.layout.params import ParamRecord
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 from meshwright.spec.traffic.placement import shard_axes
 
 
@@ -32,7 +32,7 @@ def matrix_calls(job: Job, pp_rank: int) -> Iterator[tuple[str, int]]:
         yield from ((axes[hop], sent * buffer.gradient) for hop, sent in plan.calls())
 
 
-@remembered("zero")
+@remember("zero")
 def owned_state_bytes(job: Job, pp_rank: int) -> int:
     """Return the bytes of the states that a rank keeps for the matrices that it owns. They are never offloaded."""
     if not any(rule.matrix_states(1, 1) for rule in _matrix_rules(job).values()):
@@ -49,7 +49,7 @@ def whole_state_bytes(job: Job) -> int:
     rules = _matrix_rules(job)
     return sum(
         math.prod(record.shape[:-2]) * state_elements(rules[record.update_group], rows, record.shape[-1])
-        for record in job.model.records(ALONE).values()
+        for record in job.model.records(SINGLE_RANK).values()
         for rows in (record.matrices if record.trained else ())
     ) * max(4, job.states.grad)  # fmt: skip
 
@@ -65,10 +65,10 @@ def _plans(job: Job, pp_rank: int) -> Iterator[tuple[Buffer, MatrixRule, tuple[s
     The rank is `job.rank` or the first rank of the pipeline stage, since the plan depends on the matrices that a rank
     owns.
     """
-    layout, c = job.layout, job.config
-    if not c.optimizer.whole_matrices:
+    layout, config = job.layout, job.config
+    if not config.optimizer.whole_matrices:
         return
-    rules = rules_of(c.optimizer)
+    rules = rules_of(config.optimizer)
     rank = layout.rank_at(pp=pp_rank) if job.rank is None else job.rank
     # Ranks along the axis that cuts matrices hold the other parts of each matrix and have different records for them.
     peers = {
@@ -79,7 +79,7 @@ def _plans(job: Job, pp_rank: int) -> Iterator[tuple[Buffer, MatrixRule, tuple[s
         rule = rules[buffer.update.group].matrices
         if not buffer.update.matrices or rule is None:
             continue
-        axes = (buffer.division(layout, c.zero).shards or "", cut_axis(buffer.data_axes))
+        axes = (buffer.division(layout, config.zero).shards or "", cut_axis(buffer.data_axes))
         buckets: list[tuple[int, list[MatrixParameter]]] = [(size, []) for size in buffer.buckets]
         for number, bucket, start in zip(buffer.params, buffer.places, buffer.starts, strict=True):
             records = tuple(params[number].record for params in peers[axes[1]])
@@ -117,7 +117,8 @@ def _matrix_rules(job: Job) -> dict[int, MatrixRule]:
 
 def _rule_bytes(job: Job, pp_rank: int, group: int) -> float:
     """Return the bytes of `matrix_bytes` for the matrices of one group."""
-    rule, element = _matrix_rules(job)[group], job.states.grad
+    rule = _matrix_rules(job)[group]
+    element = job.states.grad
     share, shapes = 0.0, set[tuple[int, int]]()
     for record, count, ranks in _shared_records(job, pp_rank, group):
         share += count * math.prod(record.shape[-2:]) * math.prod(record.local_shape[:-2]) / ranks

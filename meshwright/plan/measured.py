@@ -34,6 +34,7 @@ def cluster_for(device: str, memory_gib: float | None = None) -> Cluster | None:
 
 def speed_of(config: Config, device: str, memory_gib: float | None = None) -> Speed:
     """Return the figures that turn a config's steps into FLOP/s. `run.peak_tflops` overrides the device's peak rate."""
-    cluster, precision = cluster_of(device, memory_gib), config.train.precision
+    cluster = cluster_of(device, memory_gib)
+    precision = config.train.precision
     known = cluster.device.rate(precision) if cluster and precision in cluster.device.peak else None
     return Speed(model_flops(config.model, config.model.seq), 1e12 * config.run.peak_tflops or known)

@@ -14,12 +14,12 @@ from meshwright.config.memory import Place
 from meshwright.config.precision import PRECISIONS
 from meshwright.plan.activations import rank_activations
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.gathered import Whole, whole_bytes
+from meshwright.plan.gathered import UnitBytes, whole_bytes
 from meshwright.plan.held import packing_of, records_once, unit_records
-from meshwright.plan.job import Job, remembered
+from meshwright.plan.job import Job, remember
 from meshwright.plan.matrices import matrix_bytes, owned_state_bytes, whole_state_bytes
 from meshwright.plan.stack import BYTES
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 from meshwright.spec.schedule.table import MEANING, WEIGHT
 from meshwright.spec.traffic.communicators import Communicator, communicators
 from meshwright.spec.traffic.fragments import fragment_bounds
@@ -36,7 +36,7 @@ PAIRED = 4  # Bytes of a master weight that is stored in two halves and copied w
 PROGRAM_GIB = 0.5  # Python and torch in a process without an accelerator.
 
 
-class Moment(NamedTuple):
+class MemoryMoment(NamedTuple):
     """The bytes at one moment of a step.
 
     Bytes that are allocated all the time are left out, except for the gradients of `Memory.at_peak`.
@@ -49,7 +49,7 @@ class Moment(NamedTuple):
     temporary: float = 0.0  # Workspace of kernels and the loss, and reduced gradients on their way to a sum.
 
     @classmethod
-    def of(cls, *parts: float) -> Moment:
+    def of(cls, *parts: float) -> MemoryMoment:
         """Return the moment with these parts, in the order of the fields after `total`."""
         return cls(sum(parts), *parts)
 
@@ -67,7 +67,7 @@ class Memory:
     buffers: float  # Gathered weights, whole gradients, and chunks of offloaded states in flight.
     peak: float  # The most that is allocated at once in a step.
     offloaded: float  # Activations in host memory.
-    at_peak: Moment  # The moment of the peak. Parameters, masters and moments are allocated all the time.
+    at_peak: MemoryMoment  # The moment of the peak. Parameters, masters and moments are allocated all the time.
 
     @property
     def states(self) -> float:
@@ -90,13 +90,16 @@ class BufferSizes(NamedTuple):
     update: UpdateKind = UpdateKind()  # The rule that updates it.
 
 
-@remembered("zero")
+@remember("zero")
 def buffer_sizes(job: Job, pp_rank: int) -> list[BufferSizes]:
     """Return the sizes of the flat buffers of a rank."""
-    sizes, layout, usual = [], job.layout, BYTES[job.config.train.precision]
+    sizes = []
+    layout = job.layout
+    usual = BYTES[job.config.train.precision]
     for one in packing_of(job, pp_rank).buffers:
         stage, axes, _ = one.division(layout, job.config.zero)
-        ranks, element = layout.size(one.data_axes), 0 if one.weight == usual else one.weight
+        ranks = layout.size(one.data_axes)
+        element = 0 if one.weight == usual else one.weight
         sizes.append(BufferSizes(
             one.buckets, stage, layout.size(axes) if axes else 1, one.trained, element, one.mixed and ranks > 1,
             one.mixed and not one.partial, ranks, node_copy_ranks(job, one.data_axes), one.update,
@@ -115,7 +118,7 @@ def rank_stage(job: Job, pp_rank: int) -> int:
     return max(one.stage for one in buffer_sizes(job, pp_rank))
 
 
-@remembered()
+@remember()
 def rank_parameters(job: Job, pp_rank: int, trained: bool = False) -> int:
     """Return the number of parameters of a rank of this pipeline stage before ZeRO shards them.
 
@@ -133,7 +136,7 @@ def copied_bytes(job: Job) -> int:
     """
     s = job.states
     master = PAIRED if s.paired else s.master or s.param
-    records = job.model.records(ALONE).values()
+    records = job.model.records(SINGLE_RANK).values()
     return whole_state_bytes(job) + sum(
         record.values.numel * (master + sum(s.of_rule(update_kind(record)))) for record in records
     )
@@ -165,13 +168,18 @@ def ring_bytes(job: Job, sizes: BufferSizes) -> int:
 
 def _states(job: Job, sizes: BufferSizes) -> tuple[float, float, float, float]:
     """Return the bytes of a buffer's parameters, gradients, masters and moments that persist between steps."""
-    s, zero, whole = job.states, sizes.stage, sum(sizes.buckets)
+    s = job.states
+    zero = sizes.stage
+    whole = sum(sizes.buckets)
     own = whole / sizes.shards if job.stack.states else whole // sizes.shards
-    parameters = (own if zero == 3 else whole) * (sizes.element or s.param) if s.keeps_param or zero <= 2 else 0.0
+    parameters = 0.0
+    if s.keeps_param or zero <= 2:
+        parameters = (own if zero == 3 else whole) * (sizes.element or s.param)
     parameters += whole // sizes.node * (sizes.element or s.param) if sizes.node else 0.0
     gradients = (own if zero >= 2 else whole) * (s.grad + s.grad_copy)
     gradients += (own if zero >= 1 else whole) * s.step_copy
-    gathered = whole // sizes.ranks if sizes.ranks > (sizes.shards if zero else 1) else 0
+    shards = sizes.shards if zero else 1
+    gathered = whole // sizes.ranks if sizes.ranks > shards else 0
     gradients += job.sums.state_bytes(whole, s.grad, gathered) if sizes.mixed or not job.sums.mixes else 0
     master = (own if zero >= 1 else whole) * s.master
     optimizer = (own if zero >= 1 else whole) * sum(s.of_rule(sizes.update)) + outer_bytes(job, sizes)
@@ -195,7 +203,8 @@ def outer_bytes(job: Job, sizes: BufferSizes) -> int:
     if replicas == 1:
         return 0
     shares = [bucket // (sizes.shards if sizes.stage else 1) for bucket in sizes.buckets]
-    padded, wide = sum(fragment_bounds(share, 1, replicas)[-1][1] for share in shares), max(4, job.states.param)
+    padded = sum(fragment_bounds(share, 1, replicas)[-1][1] for share in shares)
+    wide = max(4, job.states.param)
     kept = job.outer_sums.state_bytes(padded, wide) if sizes.outer_mixed else 0
     return (sum(shares) * (1 + local.has_momentum) + padded * (local.delay > 0)) * wide + kept
 
@@ -217,7 +226,7 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
     # Gradients that are allocated while activations are freed are counted at each moment. The update needs all of them.
     later = job.states.grad * sum(sum(one.buckets) for one in sizes if one.stage < 2 and one.trained)
     later *= job.releases_gradients
-    most = max(Moment.of(total, 0.0, 0.0, chunk.loss) for total, chunk in zip(forwards, chunks, strict=True))
+    most = max(MemoryMoment.of(total, 0.0, 0.0, chunk.loss) for total, chunk in zip(forwards, chunks, strict=True))
     buffers = 0.0
     for number, (chunk, whole) in enumerate(zip(chunks, whole_bytes(job, pp_rank), strict=True)):
         following = [0.0, *(each.weights for each in whole[:-1])]  # Weights of the next unit, gathered ahead.
@@ -227,19 +236,22 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
         # The head's gradients are computed with the loss, and its weights are the last that forward gathers. The
         # gradient of a tied table is kept until backward begins, and then added to the table's gradient.
         with_loss = in_flight[-1] - following[-1] - head.tied
-        most = max(most, Moment.of(forwards[number], with_loss, head.lasting, chunk.loss + head.shares))
-        most = max(most, Moment.of(forwards[number], in_flight[-1], head.lasting, head.shares))
+        most = max(most, MemoryMoment.of(forwards[number], with_loss, head.lasting, chunk.loss + head.shares))
+        most = max(most, MemoryMoment.of(forwards[number], in_flight[-1], head.lasting, head.shares))
         for op, total in before[number].items():
-            uses, adds = MEANING[op].uses_weights, WEIGHT in MEANING[op].produces
+            uses = MEANING[op].uses_weights
+            adds = WEIGHT in MEANING[op].produces
             for moment in chunk.backward[op]:
                 kept = max(kept, total + moment.kept)
                 rows = _rows_gradient(job) if held[number].first and moment.unit == 0 and adds else 0.0
                 weights = whole[moment.unit].weights + following[moment.unit] if uses else 0.0
                 # Before weight gradients are computed, there are only the head's, which the loss has computed.
-                without_units = head if held[number].last else Whole()
+                without_units = head if held[number].last else UnitBytes()
                 present = whole[moment.unit] if adds else without_units
                 working = moment.working + rows + present.shares
-                most = max(most, Moment.of(total + moment.kept, weights + present.gradients, present.lasting, working))
+                most = max(
+                    most, MemoryMoment.of(total + moment.kept, weights + present.gradients, present.lasting, working)
+                )
 
     more: float  # Bytes that are added to every moment.
     if job.stack.own:
@@ -249,7 +261,7 @@ def rank_memory(job: Job, pp_rank: int) -> Memory:
         more = gathered_bytes(job, pp_rank)
         buffers = more + most.total - kept
     # At the update all gradients are allocated and no activations.
-    most = max(most, Moment.of(0.0, 0.0, later, matrix_bytes(job, pp_rank)))
+    most = max(most, MemoryMoment.of(0.0, 0.0, later, matrix_bytes(job, pp_rank)))
     peak = sum(states) + most.total - later + more
     gradients = most.gradients + states[1] - later
     at_peak = most._replace(total=peak, buffers=most.buffers + more, gradients=gradients)
@@ -269,12 +281,15 @@ def gathered_bytes(job: Job, pp_rank: int) -> float:
     These are the weights of two layers and one layer's gradient, or DeepSpeed's fixed buckets, and the activations that
     pass between stages.
     """
-    s, zero = job.states, job.sharding()[0]
-    params, layer, layers = rank_parameters(job, pp_rank), 0, 0
+    s, zero = job.states, job.sharding_over()[0]
+    params = rank_parameters(job, pp_rank)
+    layer = 0
+    layers = 0
     for unit, count in job.rank_units(pp_rank):
         if unit.stackable:
             size = sum(record.numel for record in unit_records(unit, job.at))
-            layer, layers = max(layer, size), layers + count * size
+            layer = max(layer, size)
+            layers = layers + count * size
     ends = params - layers
     passed = 4 * job.batch.rows(job.at) * job.model.hidden * job.batch.element if job.layout.pp > 1 else 0
     # The embedding, the head and a gradient are also live.
@@ -365,7 +380,7 @@ def context_gib(job: Job, cluster: Cluster) -> float:
     return job.stack.base_gib + communicators_gib(job)
 
 
-@remembered("zero")
+@remember("zero")
 def communicators_gib(job: Job) -> float:
     """Return the GiB of the communicators of the rank that has the most of them."""
     # The communicators of another program are not known. Assume one for each axis.

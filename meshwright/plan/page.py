@@ -84,7 +84,7 @@ def _row(candidate: Candidate, best: Candidate) -> dict[str, Any]:
 
 def _communication(cost: Cost) -> list[dict[str, Any]]:
     return [
-        {"axis": name, "bytes": traffic.wire_bytes, "seconds": axis.seconds, "exposed": axis.exposed}
+        {"axis": name, "bytes": traffic.wire_bytes, "seconds": axis.seconds, "exposed_seconds": axis.exposed_seconds}
         for name, traffic, axis in axes_of(cost)
     ]
 

@@ -21,7 +21,7 @@ Counts = dict[str, int]
 
 
 @dataclass(frozen=True)
-class RankFigures:
+class PlannedRank:
     """The memory, calls and actions of a rank in a step. Planned figures are exact, except for `most`."""
 
     parameters: int
@@ -32,7 +32,7 @@ class RankFigures:
 
 
 @dataclass(frozen=True)
-class Expected(RankFigures):
+class ExpectedRank(PlannedRank):
     """The figures that the planner expects of a rank, with its place in the layout."""
 
     coordinate: dict[str, int]
@@ -65,7 +65,7 @@ def rank_json(job: Job, pp_rank: int) -> dict[str, Any]:
     }
 
 
-def expected(job: Job, rank: int) -> Expected:
+def planned_rank(job: Job, rank: int) -> ExpectedRank:
     """Return the figures that the planner expects of a rank in one step."""
     coordinate = job.layout.coordinate(rank)
     axes = ["tp", "cp", "dp", "pp"]
@@ -74,18 +74,23 @@ def expected(job: Job, rank: int) -> Expected:
         axes.append(REPLICAS)
         job = replace(job, step=job.config.train.local.steps, replica=coordinate[REPLICAS])
     if job.config.model.experts.count:
-        coordinate, axes = coordinate | job.layout.expert_coordinate(rank), [*axes, "ep", "etp"]
-    pp_rank, job = coordinate["pp"], replace(job, rank=rank)
+        coordinate = coordinate | job.layout.expert_coordinate(rank)
+        axes = [*axes, "ep", "etp"]
+    pp_rank = coordinate["pp"]
+    job = replace(job, rank=rank)
     memory = memory_bytes(rank_memory(job, pp_rank))
-    c = job.config
+    config = job.config
     calls = by_line(stage_calls(job, pp_rank))
     # The ranks of a group may send different amounts, and the reducer's calls are their mean.
     for line, mean in calls.items():
         if line.phase == "reduce":
-            group, sent = job.layout.group(line.axis, rank), (mean.payload_bytes, mean.wire_bytes)
+            group = job.layout.group(line.axis, rank)
+            sent = (mean.payload_bytes, mean.wire_bytes)
             calls[line] = Traffic(mean.calls, *job.sums.of_rank(line.op, sent, len(group), group.index(rank)))
-    table = build(c.pipeline.schedule, c.layout.pp, job.micro_batches, c.layout.chunks, rank_stage(job, pp_rank))
-    return Expected(
+    table = build(
+        config.pipeline.schedule, config.layout.pp, job.micro_batches, config.layout.chunks, rank_stage(job, pp_rank)
+    )
+    return ExpectedRank(
         parameters=rank_parameters(job, pp_rank),
         states={kind: memory[kind] for kind in STATES},
         calls={line: traffic._asdict() for line, traffic in calls.items()},

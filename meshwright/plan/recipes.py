@@ -64,7 +64,7 @@ class Comparison:
 
 
 @lru_cache(maxsize=64)
-def compared(name: str) -> Comparison:
+def predict_recipe(name: str) -> Comparison:
     """Predict the recipe of that name on its own cluster, devices and software stack."""
     recipe = read_recipe(name)
     target = target_of(name, placed=False)
@@ -74,10 +74,10 @@ def compared(name: str) -> Comparison:
     is_whole = recipe.published.get("counts") == WHOLE_RUN
     figure = "" if is_whole else next((key for key in FIGURES if key in recipe.published), "")
     published = float(recipe.published[figure]) if figure else 0.0
-    return Comparison(recipe, cost, needed_gib(job, cluster), figure, published, _predicted(cost, recipe, figure))
+    return Comparison(recipe, cost, needed_gib(job, cluster), figure, published, _predicted_value(cost, recipe, figure))
 
 
-def _predicted(cost: Cost, recipe: Recipe, figure: str) -> float:
+def _predicted_value(cost: Cost, recipe: Recipe, figure: str) -> float:
     """Return the predicted value of a figure."""
     rate = cost.cluster.device.rate(cost.job.config.train.precision) / 1e12
     # If a source doesn't say how it counts, assume that it counts recomputed FLOPs.
@@ -190,13 +190,13 @@ that many GPUs; their twins learn the first lines of docstrings, those with adap
 
 def markdown(names: Sequence[str] = ()) -> str:
     """Return the text of docs/recipes.md."""
-    comparisons = [compared(name) for name in names or recipe_names()]
+    comparisons = [predict_recipe(name) for name in names or recipe_names()]
     rows = [HEADER, tuple("---" for _ in HEADER), *map(row, comparisons)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-    return "\n".join([INTRODUCTION, table, "", *map(_described, comparisons)])
+    return "\n".join([INTRODUCTION, table, "", *map(_recipe_section, comparisons)])
 
 
-def _described(comparison: Comparison) -> str:
+def _recipe_section(comparison: Comparison) -> str:
     """Return the section of docs/recipes.md about one recipe."""
     recipe, p = comparison.recipe, comparison.recipe.published
     by = "the run's" if recipe.layout == "published" else "ours, or of whoever measured"

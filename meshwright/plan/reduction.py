@@ -33,7 +33,7 @@ class AxisTime:
         self.hidden += hidden
 
     @property
-    def exposed(self) -> float:
+    def exposed_seconds(self) -> float:
         """The seconds that compute waits for."""
         return self.seconds - self.hidden
 
@@ -115,7 +115,7 @@ def _in_few_calls(job: Job, calls: Iterable[RepeatedCall | GradientSum]) -> Iter
         elif each.of_weights:
             payloads[replace(each, payload=0)] += each.payload
         else:
-            yield replace(each, payload=each.payload * job.sharding()[1])
+            yield replace(each, payload=each.payload * job.sharding_over()[1])
     yield from sums.values()
     yield from (replace(call, payload=payload) for call, payload in payloads.items())
 
@@ -157,7 +157,8 @@ def reduce_seconds(job: Job, cluster: Cluster, stage: StageCost, sums: RankSums,
         return time.seconds - hidden + slowed * hidden
 
     for axis in sums.axes:
-        before, ends = axes[axis].hidden, sums.end_gradients[axis]
+        before = axes[axis].hidden
+        ends = sums.end_gradients[axis]
         gathers = sums.forward[axis] + sums.end_forward[axis]
         if zero < 2:
             room = stage.backward + (stage.forward if zero else 0.0) - taken

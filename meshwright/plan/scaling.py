@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from meshwright.errors import UserError
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.job import Job
-from meshwright.plan.search import MOST_DEVICES, Candidate, SearchSpace, search, usable_gib
+from meshwright.plan.search import MAX_DEVICES, Candidate, SearchSpace, search, usable_gib
 from meshwright.spec.layout.layout import check_world
 
 WAYS = ("data", "tensor", "pipeline", "hybrid")
@@ -30,21 +30,21 @@ class ScalingPoint:
         return self.best.cost.tokens_per_s_device * self.devices if self.best else 0.0
 
     @property
-    def sent(self) -> dict[str, float]:
+    def sent_bytes(self) -> dict[str, float]:
         """The bytes that a device sends in a step, by axis."""
         return {} if not self.best else {axis: float(t.wire_bytes) for axis, t in self.best.cost.traffic.items()}
 
     @property
-    def exposed(self) -> dict[str, float]:
+    def exposed_seconds(self) -> dict[str, float]:
         """The seconds of a step in which compute waits for communication, by axis."""
-        return {} if not self.best else {axis: time.exposed for axis, time in self.best.cost.axes.items()}
+        return {} if not self.best else {axis: time.exposed_seconds for axis, time in self.best.cost.axes.items()}
 
     @property
     def comm_share(self) -> float:
         """The share of a step in which compute waits for communication."""
         if not self.best:
             return 0.0
-        return sum(axis.exposed for axis in self.best.cost.axes.values()) / self.best.cost.step_s
+        return sum(axis.exposed_seconds for axis in self.best.cost.axes.values()) / self.best.cost.step_s
 
 
 def device_counts(text: str) -> list[int]:
@@ -60,7 +60,7 @@ def device_counts(text: str) -> list[int]:
         counts = []
     if not counts or counts[0] < 1:
         raise UserError(f"--devices {text} is no range: write e.g. 8:16384 (doubling) or 8,24,96")
-    check_world(counts[-1], "--devices", MOST_DEVICES)
+    check_world(counts[-1], "--devices", MAX_DEVICES)
     return counts
 
 
@@ -87,7 +87,7 @@ def sweep(
     points = []
     for devices in counts:
         batch = base.global_batch * devices // counts[0] if weak else base.global_batch
-        sized = replace(base.replaced(train={"global_batch": batch}), world=devices, samples=None)
+        sized = replace(base.with_keys(train={"global_batch": batch}), world=devices, samples=None)
         for way in ways:
             result = search(sized, cluster, usable_gib(cluster), space_for_way(way, devices), best_only=True)
             points.append(ScalingPoint(way, devices, batch, result.candidates[0] if result.candidates else None))

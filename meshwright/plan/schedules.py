@@ -84,7 +84,7 @@ def alternatives(job: Job, split: tuple[int, ...] = ()) -> Iterator[Job]:
             continue
         for kind in training_kinds(chunks) if pp > 1 else (default_kind(chunks),):
             pipeline = {"schedule": kind, "split": split if chunks == 1 else ()}
-            tried = job.replaced(layout={"chunks": chunks}, pipeline=pipeline)
+            tried = job.with_keys(layout={"chunks": chunks}, pipeline=pipeline)
             if first_broken_rule(tried.config, job.world) is None:
                 yield tried
 
@@ -99,7 +99,7 @@ def choose_schedule(job: Job, cluster: Cluster, limit_gib: float) -> Choice:
     Of schedules that are as fast as the fastest one, but for WORTHWHILE, the one that needs the least memory is best.
     """
     # The layout of a job needs a schedule that has stages.
-    job = job.replaced(pipeline={"schedule": default_kind(job.config.layout.chunks)})
+    job = job.with_keys(pipeline={"schedule": default_kind(job.config.layout.chunks)})
     c = job.config
     # The default of one chunk leaves their number open. A split belongs to a number of stages.
     is_open = c.layout.chunks == 1 and not c.pipeline.split

@@ -43,10 +43,10 @@ NOTHING_AGAIN = {"mode": "none", "offload": False, "pieces": 1}
 PRUNE_RATIO = 1.3  # Layouts whose compute and bubble alone take this much longer than the best step are skipped.
 BEST_ONLY_RATIO = 1.1  # The same if only the best layout is wanted. It covers the error of a closed formula.
 REFINE_TOP = 12  # This number of layouts, the best by closed formulas, are timed again by their schedule tables.
-KEPT = 8 * REFINE_TOP  # The number of layouts that are ranked.
-MOST_DEVICES = 2**18  # A limit, because every group of a layout is examined if nodes don't align with the layout.
+RANKED_LAYOUTS = 8 * REFINE_TOP  # The number of layouts that are ranked.
+MAX_DEVICES = 2**18  # A limit, because every group of a layout is examined if nodes don't align with the layout.
 LIKELY_TP, LIKELY_PP = 4, 8  # Shapes near these tend to be fast, so they are tried first.
-WORTHWHILE = 0.05  # The share of the blocks' time that dividing experts less must save to be tried.
+MIN_SAVED_SHARE = 0.05  # The share of the blocks' time that dividing experts less must save to be tried.
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,11 @@ def shapes(base: Job, space: SearchSpace, cluster: Cluster | None = None) -> Ite
     """
     # Replicas divide the devices among them first. The rest of the layout is chosen inside a replica.
     replicas = base.config.layout.replicas
-    model, batch, devices = base.config.model, base.global_batch // replicas, base.world // replicas
+    model = base.config.model
+    batch = base.global_batch // replicas
+    devices = base.world // replicas
     pipeline = {"split": (), "schedule": default_kind(1)}
-    base = base.replaced(zero={"stage": 0}, recompute=NOTHING_AGAIN, pipeline=pipeline)
+    base = base.with_keys(zero={"stage": 0}, recompute=NOTHING_AGAIN, pipeline=pipeline)
     for cut in _tensor_cuts(base, space, divisors(devices)):
         tp = cut.config.layout.tp
         for cp in space.cp if not cut.config.layout.tp_grid else (1,):
@@ -146,7 +148,7 @@ def shapes(base: Job, space: SearchSpace, cluster: Cluster | None = None) -> Ite
                 if space.pp and pp not in space.pp:
                     continue
                 dp = devices // (tp * cp * pp)
-                plain = cut.replaced(layout={"cp": cp, "pp": pp})
+                plain = cut.with_keys(layout={"cp": cp, "pp": pp})
                 if _unplaced(plain):
                     continue
                 yield from _variants(plain, [n for n in space.micro_batch if batch % (dp * n) == 0], space, cluster)
@@ -179,7 +181,7 @@ def _tensor_cuts(base: Job, space: SearchSpace, sizes: Sequence[int]) -> Iterato
         else:
             tried = [PLAIN, *(grid.keys for grid in grids_of(tp))]
         for keys in tried:
-            cut = base.replaced(layout=keys | {"tp": tp} | alone)
+            cut = base.with_keys(layout=keys | {"tp": tp} | alone)
             if not first_broken_rule(cut.config, base.world, TENSOR_PARALLEL_RULES):
                 yield cut
 
@@ -191,7 +193,7 @@ def _variants(plain: Job, micro: list[int], space: SearchSpace, cluster: Cluster
     order_matters = layout.pp > 1 and layout.dp > 1 and layout.tp < plain.node_size
     may_split_sequences = layout.tp > 1 and not plain.config.layout.tp_grid
     for splits in space.sequence_parallel if may_split_sequences else (False,):
-        sized = [plain.replaced(train={"micro_batch": n}) for n in micro if not splits or n * seq % layout.tp == 0]
+        sized = [plain.with_keys(train={"micro_batch": n}) for n in micro if not splits or n * seq % layout.tp == 0]
         for order in space.orders if order_matters else space.orders[:1]:
             cuts = _expert_cuts(sized, {"sequence_parallel": splits, "order": order}, space, cluster)
             yield from (shape for job in sized for keys in cuts for shape in _pipelines(job, keys, space))
@@ -206,7 +208,7 @@ def _pipelines(plain: Job, keys: dict[str, Any], space: SearchSpace) -> Iterator
             continue
         for schedule in _schedules(space.schedule, pp, plain.micro_batches, chunks, tuple(KINDS)):
             pipeline = {"schedule": schedule, "split": split if chunks == 1 else ()}
-            yield plain.replaced(layout=keys | {"chunks": chunks}, pipeline=pipeline)
+            yield plain.with_keys(layout=keys | {"chunks": chunks}, pipeline=pipeline)
 
 
 @lru_cache(maxsize=10_000)
@@ -268,12 +270,12 @@ def _front(plain: Job, cuts: list[dict[str, Any]], cluster: Cluster) -> Iterator
     """
     timed = []
     for number, cut in enumerate(cuts):
-        job = plain.replaced(layout=cut)
+        job = plain.with_keys(layout=cut)
         if not first_broken_rule(job.config, job.world, EXPERT_RULES):
             timed.append((-job.layout.ep * job.layout.etp, _mixture_seconds(job, cluster), number))
     fastest = float("inf")
     for _, seconds, number in sorted(timed):
-        if seconds < fastest * (1 - WORTHWHILE):
+        if seconds < fastest * (1 - MIN_SAVED_SHARE):
             fastest = seconds
             yield cuts[number]
 
@@ -283,7 +285,7 @@ def divided_otherwise(job: Job) -> Iterator[Job]:
     own = (job.layout.ep, job.layout.etp)
     for cut in _expert_cuts([job], {}, SearchSpace(), None):
         if (cut["ep"], cut["etp"]) != own:
-            other = job.replaced(layout=cut)
+            other = job.with_keys(layout=cut)
             if not first_broken_rule(other.config, job.world, EXPERT_RULES):
                 yield other
 
@@ -328,7 +330,7 @@ def search(
     space = space or SearchSpace()
     limit = fit_gib or cluster.device.memory_gib
     result = SearchResult()
-    base = base.replaced(pipeline={"schedule": default_kind(1), "split": ()})
+    base = base.with_keys(pipeline={"schedule": default_kind(1), "split": ()})
     if refused := _never(base, space):
         return replace(result, refused=refused)
 
@@ -345,7 +347,7 @@ def search(
 
     rough = sorted(found.rough, key=lambda candidate: candidate.cost.step_s)
     refined = [replace(one, cost=predict_cost(one.job, cluster)) for one in rough[:REFINE_TOP]]
-    refined += rough[REFINE_TOP:KEPT]
+    refined += rough[REFINE_TOP:RANKED_LAYOUTS]
     result.candidates = sorted(refined, key=lambda candidate: candidate.cost.step_s)
     # The first layout of the ranking with a tp and a pp is the best outcome of both.
     for candidate in reversed(result.candidates):
@@ -388,7 +390,7 @@ class _Found:
 
     def is_too_slow(self, bound: Bound) -> bool:
         """Return whether a layout can't be in the ranking, or would be far down in it."""
-        beyond = len(self.shortest) == KEPT and bound.with_waits > -self.shortest[0]
+        beyond = len(self.shortest) == RANKED_LAYOUTS and bound.with_waits > -self.shortest[0]
         return beyond or bound.computed > PRUNE_RATIO * self.best
 
     def outcome(self, shape: Job) -> Outcome:
@@ -398,7 +400,7 @@ class _Found:
     def is_counted(self, shape: Job, zero: int, bound: Bound) -> bool:
         """Count the recompute modes of a shape, and return whether its layout keeps the config's rules."""
         modes, promise = len(self.space.recompute), _promise(shape)
-        why, outcome = _refused(shape, zero), self.outcome(shape)
+        why, outcome = _refusal(shape, zero), self.outcome(shape)
         if not why:
             self.result.layouts += modes
             outcome.least_seconds = min(outcome.least_seconds, bound.with_waits)
@@ -413,9 +415,9 @@ class _Found:
         """Add the shape to the candidates, with the fastest recomputation that fits, if any does."""
         c = shape.config
         key, alike = (_without_batch(shape), zero), (c.layout, c.train.micro_batch, zero)
-        if c.train.micro_batch >= self.too_large.get(key, MOST_DEVICES) or alike in self.served:
+        if c.train.micro_batch >= self.too_large.get(key, MAX_DEVICES) or alike in self.served:
             return
-        states, outcome = states_gib(shape.replaced(zero={"stage": zero})), self.outcome(shape)
+        states, outcome = states_gib(shape.with_keys(zero={"stage": zero})), self.outcome(shape)
         if states > self.limit:
             self.too_heavy[key] = (shape, zero)
             outcome.least_gib = min(outcome.least_gib, states)
@@ -435,7 +437,7 @@ class _Found:
         if outcome.best is None or candidate.cost.step_s < outcome.best.cost.step_s:
             outcome.best = candidate
         heappush(self.shortest, -candidate.cost.step_s)
-        if len(self.shortest) > KEPT:
+        if len(self.shortest) > RANKED_LAYOUTS:
             heappop(self.shortest)
 
     def measure_the_nearest(self) -> None:
@@ -450,7 +452,7 @@ class _Found:
         enough = self.limit if self.rough else float("inf")
 
         def tried(keys: dict[str, Any]) -> tuple[Job, float]:
-            job = shape.replaced(zero={"stage": zero}, recompute=keys)
+            job = shape.with_keys(zero={"stage": zero}, recompute=keys)
             return job, needed_gib(job, self.cluster, enough_gib=enough)
 
         def fits(job: Job, memory: float) -> bool:
@@ -474,7 +476,7 @@ class _Found:
 
 def _never(base: Job, space: SearchSpace) -> str:
     """Return the reason why no layout of the space can be had, as far as it can be told at once; empty if none."""
-    least = base.replaced(layout={"tp": min(space.tp, default=1), "pp": min(space.pp, default=1)})
+    least = base.with_keys(layout={"tp": min(space.tp, default=1), "pp": min(space.pp, default=1)})
     dense = not base.config.model.experts.count
     return (first_broken_rule(base.config, base.world, EXPERT_RULES) if dense else None) or _unplaced(least)
 
@@ -485,9 +487,9 @@ def _without_batch(shape: Job) -> object:
     return c.layout, c.pipeline.schedule
 
 
-def _refused(shape: Job, zero: int) -> str | None:
+def _refusal(shape: Job, zero: int) -> str | None:
     """Return the reason why a candidate can't be trained, or None if it can."""
-    tried = shape.replaced(zero={"stage": zero}, layout={"node_size": shape.node_size})
+    tried = shape.with_keys(zero={"stage": zero}, layout={"node_size": shape.node_size})
     try:
         return first_broken_rule(tried.config, shape.world, RULES)
     except UserError as error:
@@ -523,7 +525,7 @@ def _least_seconds(shape: Job, cluster: Cluster) -> Bound:
         # Exchanges with the ranks of other experts are never hidden.
         exchanged = sum(use.forward + use.backward for use in time.axes if use.axis in CUT_EXPERTS)
         forward, weights = forward + count * time.forward, weights + count * time.weights
-        whole += count * (time.computed + exchanged)
+        whole += count * (time.compute_seconds + exchanged)
         waited_forward += count * time.whole_forward
         waited += count * (time.whole_forward + time.whole_backward)
     return Bound(_pipelined(shape, waited_forward, waited, weights), _pipelined(shape, forward, whole, weights))
@@ -562,7 +564,7 @@ def host_gib(job: Job) -> float:
     return largest(job).offloaded * min(job.node_size, job.world) / GIB
 
 
-def why_nothing(
+def no_fit_error(
     base: Job, cluster: Cluster, result: SearchResult, limit: float, space: SearchSpace, fixed: Sequence[str]
 ) -> UserError:
     """Return the error for a model that fits nowhere.
@@ -582,18 +584,21 @@ def why_nothing(
             + "change --devices or --global-batch, e.g. to a power of two"
         )
     needed, job = result.nearest
-    c, enough = job.config, ""
+    config, enough = job.config, ""
     # The part of the space that needs the least memory: the most sharding and the most recomputation.
     least = replace(space, zero=space.zero[-1:], recompute=space.recompute[-1:])
-    for factor in (factor for factor in (2, 4, 8, 16, 32, 64) if devices * factor <= MOST_DEVICES):
-        grown = replace(base.replaced(train={"global_batch": batch * factor}), world=devices * factor)
+    for factor in (factor for factor in (2, 4, 8, 16, 32, 64) if devices * factor <= MAX_DEVICES):
+        grown = replace(base.with_keys(train={"global_batch": batch * factor}), world=devices * factor)
         if search(grown, cluster, limit, least).candidates:
             enough = f", or {devices * factor} of these devices with a global batch of {batch * factor}"
             break
     return UserError(
-        f"the model fits nowhere on {devices} x {cluster.device.name}{under}: the nearest layout (tp={c.layout.tp}, "
-        f"pp={c.layout.pp}, dp={job.layout.dp}, micro-batch {c.train.micro_batch}, zero {c.zero.stage}, recompute "
-        f"{c.recompute.mode}{' and offloaded' if c.recompute.offload else ''}) needs {needed:.1f} GiB of {limit:.1f}, "
+        f"the model fits nowhere on {devices} x {cluster.device.name}{under}: the nearest layout "
+        f"(tp={config.layout.tp}, "
+        f"pp={config.layout.pp}, dp={job.layout.dp}, micro-batch {config.train.micro_batch}, zero "
+        f"{config.zero.stage}, recompute "
+        f"{config.recompute.mode}{' and offloaded' if config.recompute.offload else ''}) needs {needed:.1f} GiB "
+        f"of {limit:.1f}, "
         f"{needed - limit:.1f} GiB too much: use devices "
         f"with more memory{enough}" + (f"; others break a rule: {result.refused}" if result.refused else "")
     )

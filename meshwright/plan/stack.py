@@ -32,7 +32,7 @@ class States:
     grad: int = 4
     master: int = 4
     rule: tuple[int, ...] = (4, 4)  # One entry for each state of the optimizer's update rule.
-    rules: tuple[tuple[UpdateKind, tuple[int, ...]], ...] = ()  # The same for parameters with a rule of their own.
+    rules: tuple[tuple[UpdateKind, tuple[int, ...]], ...] = ()  # The same for parameters with another rule.
     fused: bool = True  # On an accelerator, one kernel updates the states in the precisions in which they are stored.
     paired: bool = False  # The master is the parameter and the 16 bits that rounding removed from it.
     keeps_param: bool = True  # In addition to the master, parameters are stored in the precision of the products.
@@ -68,8 +68,9 @@ def states_of(config: Config, own: bool = True) -> States:
     offload = config.zero.offload
     has_master = param < 4 and BYTES[master] > param
     paired = own and has_master and precision.cuts_fp32 and set(offload.places) == {Place.DEVICE}
+    master_bytes = 2 if paired else wide(master)
     return States(
-        param=param, grad=wide(config.train.grad_dtype), master=(2 if paired else wide(master)) if has_master else 0,
+        param=param, grad=wide(config.train.grad_dtype), master=master_bytes if has_master else 0,
         rule=kept(rules[0].elements), fused=fused, paired=paired,
         rules=tuple(
             (UpdateKind(number, rule is group.matrices), kept(rule))

@@ -14,7 +14,7 @@ from meshwright.plan.job import Job
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.traffic.ledger import OPERATIONS
 
-# Algorithms of our own visit the nodes of one switch after another, if `comm.switches` names the switches.
+# Our algorithms visit the nodes of one switch after another, if `comm.switches` names the switches.
 OWN_ORDER = frozenset({"dp", "edp"})
 
 

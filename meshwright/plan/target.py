@@ -19,7 +19,7 @@ from meshwright.errors import UserError, nearest, notice
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.job import Job, job_of
 from meshwright.plan.schedules import choose_schedule
-from meshwright.plan.search import MOST_DEVICES, usable_gib
+from meshwright.plan.search import MAX_DEVICES, usable_gib
 from meshwright.plan.stack import STACKS, Stack, own_stack
 from meshwright.spec.layout.layout import check_world
 from meshwright.spec.schedule.kinds import AUTO_SCHEDULE, default_kind
@@ -74,7 +74,9 @@ def target_of(
 
 def _moved_stages(raw: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
     """Return True if a published run's split of layers no longer applies: the stages or the layers are different."""
-    mine, its, layers = raw.get("layout", {}), run.get("layout", {}), sum(run.get("pipeline", {}).get("split", ()))
+    mine = raw.get("layout", {})
+    its = run.get("layout", {})
+    layers = sum(run.get("pipeline", {}).get("split", ()))
     others = raw["model"].get("layers", layers) != layers
     return others or any(mine.get(key, 1) != its.get(key, 1) for key in ("pp", "chunks"))
 
@@ -164,7 +166,8 @@ def _layout_words(text: str) -> list[str]:
 
 def on_cluster(target: Target, devices: int, cluster: Cluster, stack: Stack | None = None) -> Job:
     """Return the job of a target on that many devices of a cluster. Refuse it if it breaks a rule."""
-    host, node = cluster.device.units == 1, min(cluster.node.devices, devices)
+    host = cluster.device.units == 1
+    node = min(cluster.node.devices, devices)
     job = job_of(target.config, devices, stack or own_stack(target.config, host), cluster_node=node, host=host)
     if target.config.pipeline.schedule == AUTO_SCHEDULE:
         choice = choose_schedule(job, cluster, usable_gib(cluster))
@@ -205,7 +208,7 @@ def devices_for(target: Target, given: int | None) -> int:
     count = int(target.run.get("devices", 0)) if given is None else given
     if count < 1:
         raise UserError("give --devices with the number of devices, at least 1")
-    check_world(count, "--devices", MOST_DEVICES)
+    check_world(count, "--devices", MAX_DEVICES)
     return count
 
 

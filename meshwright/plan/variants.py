@@ -64,7 +64,7 @@ def _jobs(shown: Sequence[Candidate], devices: int, node: int) -> list[Job]:
     found = []
     for job in list(divisions.values())[:MOST_LAYOUTS]:
         for zero in dict.fromkeys((job.config.zero.stage, 1, 3)):
-            sized = replace(job.replaced(zero={"stage": zero}), world=devices, cluster_node=node)
+            sized = replace(job.with_keys(zero={"stage": zero}), world=devices, cluster_node=node)
             if _is_possible(sized):
                 found.append(sized)
     return found

@@ -169,17 +169,17 @@ def without_nodes(job: Job, nodes: int) -> Job:
 
     Fewer data-parallel ranks share a batch, which is rounded down to a multiple that they can divide.
     """
-    c, node = job.config, job.node_size
-    unit = c.layout.least_world
+    config, node = job.config, job.node_size
+    unit = config.layout.least_world
     world = (job.world - nodes * node) // unit * unit
     if world < unit:
         raise UserError(
             f"without {nodes} nodes of {node} too few of {job.world} devices are left for tp x cp x pp = {unit}: "
             "remove fewer"
         )
-    samples = batch_unit(c, world)[0]
+    samples = batch_unit(config, world)[0]
     batch = job.global_batch // samples * samples
-    fewer = replace(job.replaced(train={"global_batch": batch}, layout={"node_size": node}), world=world)
+    fewer = replace(job.with_keys(train={"global_batch": batch}, layout={"node_size": node}), world=world)
     # The layout is built, and its sizes checked, when it is first read.
     try:
         assert fewer.layout.world == world
@@ -200,8 +200,8 @@ def step_spans(step: SimulatedStep) -> list[Span]:
     reduced = [name for name in ("dp", "edp") if name in axes]
     # From ZeRO stage 2 on, every micro-batch includes its reduction.
     after = reduced and step.cost.job.config.zero.stage < 2
-    later = [(REDUCED, sum(axes[name].exposed for name in reduced))] if after else []
-    later += [("tied embedding", axes["embedding"].exposed)] if "embedding" in axes else []
+    later = [(REDUCED, sum(axes[name].exposed_seconds for name in reduced))] if after else []
+    later += [("tied embedding", axes["embedding"].exposed_seconds)] if "embedding" in axes else []
     later.append((UPDATED, step.cost.optimizer_s))
     for rank in range(step.cost.job.layout.pp):
         at = end

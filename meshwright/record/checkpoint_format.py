@@ -73,7 +73,7 @@ class SavedBlock(NamedTuple):
 _BLOCK = tuple[tuple(get_type_hints(SavedBlock).values())]  # type: ignore[misc, valid-type]
 
 
-class SavedTensor(TypedDict):
+class StoredTensor(TypedDict):
     """The shape of a global tensor, and the name of its dtype in torch."""
 
     shape: list[int]
@@ -97,7 +97,7 @@ class Index:
     world: int
     config: dict[str, dict[str, Any]]
     state: dict[str, float | str | None] = field(default_factory=dict)  # `Counters`, or empty in an imported checkpoint
-    tensors: dict[str, SavedTensor] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)  # name -> bytes
     blocks: list[SavedBlock] = field(default_factory=list)
 

@@ -16,8 +16,8 @@ from typing import Any, TypedDict
 from meshwright.config.data import DataConfig
 from meshwright.data.chat_template import folder_tokenizer
 from meshwright.data.token_file import Metadata, read_metadata
-from meshwright.data.tokenizers import Recipe, Tokenizer, load_tokenizer
-from meshwright.errors import UserError, shortened
+from meshwright.data.tokenizers import Tokenizer, TokenizerSource, load_tokenizer
+from meshwright.errors import UserError, shorten
 from meshwright.outside import of_kind, read_json
 from meshwright.record import checkpoint_format as fmt
 
@@ -89,7 +89,7 @@ def copy_tokenizer(prefixes: Sequence[str], to: Path) -> list[str]:
     try:
         end = Library.from_file(str(file)).id_to_token(found[1].get("eod", 0))
     except Exception as error:  # the library raises plain Exception
-        reason = shortened(str(error), 200)
+        reason = shorten(str(error), 200)
         raise UserError(f"{file}, the tokenizer of the data, can't be read ({reason}): replace it") from None
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end}
     fmt.write_whole(to / "tokenizer_config.json", (json.dumps(settings, indent=2) + "\n").encode())
@@ -143,9 +143,10 @@ def known_digests(folder: Path) -> set[str]:
     digests = {str(noted)} if noted else set()
     for name in TOKENIZERS:
         if not noted and (folder / name).is_file():
-            content, kind = (folder / name).read_bytes(), name.rpartition(".")[2]
+            content = (folder / name).read_bytes()
+            kind = name.rpartition(".")[2]
             try:
-                digests.add(Recipe(kind, content, None, name).digest)
+                digests.add(TokenizerSource(kind, content, None, name).digest)
             except ValueError:
                 continue  # a damaged file is reported by the code that loads the tokenizer
     return digests
@@ -158,7 +159,7 @@ def verify(folder: Path) -> None:
 
     def digest_of(name: str, content: bytes) -> str:
         try:
-            return Recipe(name.rpartition(".")[2], content, None, name).digest
+            return TokenizerSource(name.rpartition(".")[2], content, None, name).digest
         except ValueError:
             return ""
 

@@ -1,6 +1,6 @@
 """Send a run's numbers to TensorBoard, Weights & Biases, MLflow, trackio or CSV files, in addition to its folder.
 
-A logger is an object with `log(values, step)` and `close()`, made from a `Start`. LOGGERS has all loggers that
+A logger is an object with `log(values, step)` and `close()`, made from a `LoggerFacts`. LOGGERS has all loggers that
 `run.loggers` may name. All of them work in one separate thread, so that no step waits for them. A logger that fails is
 reported once and dropped, and the run continues. No torch.
 """
@@ -39,7 +39,7 @@ class Logger(Protocol):
 
 
 @dataclass(frozen=True)
-class Start:
+class LoggerFacts:
     """The facts that a logger is made from. `step` is the one that the run resumes from, 0 for a new run."""
 
     folder: Path
@@ -59,7 +59,7 @@ class Start:
 class TensorBoard:
     """A logger that writes TensorBoard events to the run's folder."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: LoggerFacts) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Steps after the one that the run resumes from are trained again, and TensorBoard drops their old events.
@@ -80,7 +80,7 @@ class WandB:
     question for a key.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: LoggerFacts) -> None:
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
@@ -111,7 +111,7 @@ def _has_key() -> bool:
 class MLflow:
     """A logger for MLflow, with a database in the run's folder unless MLFLOW_TRACKING_URI names another place."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: LoggerFacts) -> None:
         from mlflow.entities import Metric, Param, RunTag
         from mlflow.tracking import MlflowClient
 
@@ -142,7 +142,7 @@ class MLflow:
 class Trackio:
     """A logger for trackio, in the run's folder unless TRACKIO_DIR names another place. `trackio show` displays it."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: LoggerFacts) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(start.folder.resolve() / "trackio"))
         import trackio
 
@@ -172,7 +172,7 @@ class Csv:
     A value that appears later gets a column then. A resumed run removes the lines of steps that it trains again.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: LoggerFacts) -> None:
         self.files = {name: _CsvFile(start.folder / f"{name}.csv", start.step) for name in ("metrics", "validation")}
 
     def log(self, values: Values, step: int) -> None:
@@ -226,7 +226,7 @@ class _CsvFile:
 
 
 # For each name, the function that makes the logger, and the package that it needs.
-LOGGERS: dict[str, tuple[Callable[[Start], Logger], str]] = {
+LOGGERS: dict[str, tuple[Callable[[LoggerFacts], Logger], str]] = {
     "tensorboard": (TensorBoard, "tensorboard"),
     "wandb": (WandB, "wandb"),
     "mlflow": (MLflow, "mlflow"),
@@ -257,7 +257,7 @@ def check_installed(names: Sequence[str]) -> None:
 class Loggers:
     """The loggers of a run, which work in one background thread."""
 
-    def __init__(self, names: Sequence[str], start: Start) -> None:
+    def __init__(self, names: Sequence[str], start: LoggerFacts) -> None:
         self._waiting: queue.SimpleQueue[tuple[Values, int] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if names:
@@ -277,22 +277,22 @@ class Loggers:
             if self._thread.is_alive():
                 _warn(f"the loggers have not taken everything within {patience:.0f} s: their last steps may be missing")
 
-    def _work(self, names: Sequence[str], start: Start) -> None:
+    def _work(self, names: Sequence[str], start: LoggerFacts) -> None:
         """Make the loggers, pass them all values until `close`, and close them. Runs in the thread."""
         open_: dict[str, Logger] = {}
         for name in names:
-            with self._dropping_failed(name, open_):
+            with self._drop_on_failure(name, open_):
                 open_[name] = LOGGERS[name][0](start)
         while (entry := self._waiting.get()) is not None:
             for name, logger in list(open_.items()):
-                with self._dropping_failed(name, open_):
+                with self._drop_on_failure(name, open_):
                     logger.log(*entry)
         for name, logger in list(open_.items()):
-            with self._dropping_failed(name, open_):
+            with self._drop_on_failure(name, open_):
                 logger.close()
 
     @contextlib.contextmanager
-    def _dropping_failed(self, name: str, open_: dict[str, Logger]) -> Iterator[None]:
+    def _drop_on_failure(self, name: str, open_: dict[str, Logger]) -> Iterator[None]:
         """Drop a logger that fails in the body, with a warning."""
         try:
             yield

@@ -86,7 +86,8 @@ def _places(layout: Layout) -> tuple[tuple[int, int], ...]:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    ordered, most = sorted(values), max(range(len(values)), key=values.__getitem__)
+    ordered = sorted(values)
+    most = max(range(len(values)), key=values.__getitem__)
     return {"min": ordered[0], "median": ordered[len(ordered) // 2], "max": ordered[-1], "rank": most}
 
 

@@ -19,19 +19,19 @@ from typing import Any, TextIO, TypedDict
 from meshwright.config.load import config_from, to_mapping, to_yaml
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import parse_yaml
-from meshwright.disk import check_writable, refused
+from meshwright.disk import check_writable, refusal
 from meshwright.errors import UserError, either, notice, plural
 from meshwright.outside import of_kind, parse_json, read_json
 from meshwright.record import checkpoint_format as fmt
 from meshwright.record.ending import before_sudden_end
-from meshwright.record.loggers import Loggers, Start, check_installed
+from meshwright.record.loggers import LoggerFacts, Loggers, check_installed
 from meshwright.record.run_notes import changed_keys, layout_since, learning_rate_words, read_events, write_event
 from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import layout_of
 from meshwright.spec.traffic.counts import COUNTS
 
 # The values of a step that are passed to loggers, in addition to losses, monitored values, experts and traffic.
-CHARTED = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch", "tflops", "mfu")
+CHARTED_METRICS = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "global_batch", "tflops", "mfu")
 
 # Files with one line per step, per validation, and per step with norms of the layers.
 FILES = ("metrics.jsonl", "validation.jsonl", "layers.jsonl")
@@ -95,11 +95,12 @@ def complete_step(config: Config) -> int | None:
     validates, the validation after that step must be recorded as well. A run most of whose updates were skipped has
     hardly learned, so it is not complete. The exit code can't tell a complete run from one that was stopped.
     """
-    folder, checkpoints = Path(config.run.dir), fmt.list_checkpoints(fmt.checkpoint_folder(config))
+    folder = Path(config.run.dir)
+    checkpoints = fmt.list_checkpoints(fmt.checkpoint_folder(config))
     if not checkpoints or checkpoints[-1][0] < config.train.steps:
         return None
     step, last = checkpoints[-1]
-    if mostly_skipped(folder):
+    if skipped_updates_notice(folder):
         return None
     try:
         fmt.read_index(last)
@@ -111,7 +112,7 @@ def complete_step(config: Config) -> int | None:
     return step
 
 
-def mostly_skipped(folder: Path) -> str:
+def skipped_updates_notice(folder: Path) -> str:
     """Return a sentence with the fix if more than half of a run's updates were skipped, else ""."""
     lines = _read_lines(folder / "metrics.jsonl")
     skipped = sum(bool(line.get("skipped")) for line in lines)
@@ -123,9 +124,10 @@ def mostly_skipped(folder: Path) -> str:
     )
 
 
-def what_is_lost(config: Config) -> str:
+def describe_loss(config: Config) -> str:
     """Return a sentence that says which steps a run loses if it is stopped at once."""
-    folder, lines = Path(config.run.dir), _read_lines(Path(config.run.dir) / "metrics.jsonl")
+    folder = Path(config.run.dir)
+    lines = _read_lines(Path(config.run.dir) / "metrics.jsonl")
     saved = max((step for step, _ in fmt.list_checkpoints(fmt.checkpoint_folder(config))), default=0)
     done = max((line["step"] for line in lines), default=0)
     where = f"its newest checkpoint is of step {saved}" if saved else "it has no checkpoint"
@@ -168,11 +170,11 @@ class RunFolder:
         before = _learning_rate(self.path, step) if changed else None
         if before is not None and (text := learning_rate_words(config, step, before, changed)):
             notice(text)
-        self._loggers = Loggers(logger_names(config), Start(self.path, to_mapping(config), step))
+        self._loggers = Loggers(logger_names(config), LoggerFacts(self.path, to_mapping(config), step))
 
     def step(self, line: dict[str, Any]) -> None:
         """Record a step."""
-        values = {f"train/{key}": line[key] for key in CHARTED if line.get(key) is not None}
+        values = {f"train/{key}": line[key] for key in CHARTED_METRICS if line.get(key) is not None}
         for group in ("losses", "monitored"):
             values |= {f"{group}/{key}": value for key, value in line.get(group, {}).items()}
         for key, value in line.get("experts", {}).items():
@@ -247,7 +249,7 @@ class RunFolder:
             yield
         except OSError as error:
             problem = f"run.dir={self.path} can't be written"
-            raise refused(problem, error, error.filename or self.path, "another run.dir") from None
+            raise refusal(problem, error, error.filename or self.path, "another run.dir") from None
 
 
 def _learning_rate(folder: Path, step: int) -> float | None:

@@ -30,13 +30,13 @@ from meshwright.outside import of_kind, parse_json
 from meshwright.record.speed import BEGINS
 
 
-class Timed(TypedDict):
+class EventFields(TypedDict):
     """The fields that every event has."""
 
     time: float
 
 
-class Event(Timed, total=False):
+class Event(EventFields, total=False):
     """The fields of an event that readers use."""
 
     kind: str
@@ -178,7 +178,8 @@ def changed_keys(file: Path, config: Config) -> list[str]:
         before = parse_yaml(file.read_text(encoding="utf-8", errors="replace"), str(file))
     except (OSError, UserError):
         return []
-    theirs, ours = flat(before) if isinstance(before, Mapping) else {}, flat(to_mapping(config))
+    theirs = flat(before) if isinstance(before, Mapping) else {}
+    ours = flat(to_mapping(config))
     return sorted(key for key in ours if key in theirs and theirs[key] != ours[key])
 
 
@@ -204,7 +205,8 @@ def layout_since(events: Iterable[Mapping[str, Any]]) -> int:
     for event in events:
         if event.get("kind") not in BEGINS:
             continue
-        step, ranks = event.get("step") or 0, event.get("world", world)
+        step = event.get("step") or 0
+        ranks = event.get("world", world)
         other = any(key in KEYS or key.split(".")[0] in SECTIONS for key in event.get("changed", ()))
         # A run may resume from a step before the change of the layout. Its later steps are trained again.
         since = step if other or world not in (None, ranks) else min(since, step)

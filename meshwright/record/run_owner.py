@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.errors import UserError, notice
 from meshwright.outside import read_json
 from meshwright.record import checkpoint_format as fmt
@@ -45,8 +45,10 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Owner:
-        pid, boot = os.getpid(), _read("/proc/sys/kernel/random/boot_id")
-        began, pids = _began(pid) or "", _link("/proc/self/ns/pid")
+        pid = os.getpid()
+        boot = _read("/proc/sys/kernel/random/boot_id")
+        began = _began(pid) or ""
+        pids = _link("/proc/self/ns/pid")
         return cls(socket.gethostname(), pid, began, boot, pids, fmt.job_name(), _attempt(), time.time())
 
     def state(self, me: Owner) -> State:
@@ -83,7 +85,7 @@ class Ownership:
             folder.mkdir(parents=True, exist_ok=True)
             self.number = self._take()
         except OSError as error:
-            raise refused(f"run.dir={folder} can't be written", error, folder, "another run.dir") from None
+            raise refusal(f"run.dir={folder} can't be written", error, folder, "another run.dir") from None
 
     def _take(self) -> int:
         """Create the next claim once the previous owner is known to be gone, and return its number."""
@@ -137,7 +139,7 @@ class Ownership:
 
 
 @contextlib.contextmanager
-def owning(*folders: Path) -> Iterator[None]:
+def own_folders(*folders: Path) -> Iterator[None]:
     """Own all of these folders in the body. If one can't be owned, none is."""
     with contextlib.ExitStack() as held:
         # Two names of one folder count once: this process could not own it a second time.

@@ -35,7 +35,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Pace:
+class RunSpeed:
     """The speed of a run as its display, summary, `status` and page all show it: means over its last `count` steps."""
 
     first: int  # index of the first of these steps in the run's list of steps
@@ -53,7 +53,7 @@ class Pace:
 def pace_of(
     steps: Sequence[float], tokens: Sequence[float], seconds: Sequence[float], ends: Sequence[float],
     begins: Sequence[int] = (),
-) -> Pace | None:  # fmt: skip
+) -> RunSpeed | None:  # fmt: skip
     """Return the speed of a run from the columns of its steps, or None without a step.
 
     `begins` are the steps that its processes resumed from. Only steps of the newest process count. Its first step is
@@ -70,10 +70,10 @@ def pace_of(
     # NaN without a step before the first one, and negative if a clock was set back: `step_s` is then used instead.
     wall = float(ends[-1] - ends[first - 1]) / count if warm else math.nan
     rate = float(np.nansum(tokens[first:])) / took if took > 0 else 0.0
-    return Pace(first, count, rate, took / count, wall if wall >= 0 else took / count)
+    return RunSpeed(first, count, rate, took / count, wall if wall >= 0 else took / count)
 
 
-def pace_of_lines(lines: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> Pace | None:
+def pace_of_lines(lines: Sequence[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> RunSpeed | None:
     """Return the speed of a run from its lines of metrics.jsonl and its events."""
 
     def column(key: str) -> list[float]:

@@ -13,7 +13,7 @@ from meshwright.outside import of_kind, parse_json
 from meshwright.record.checkpoint_format import SAFETENSORS_DTYPES, DamagedCheckpoint, Index, SavedBlock
 
 
-class Entry(TypedDict):
+class TensorHeader(TypedDict):
     """A tensor in the header of a safetensors file."""
 
     dtype: str  # its name in safetensors
@@ -53,7 +53,8 @@ def _verify_file(path: Path, blocks: list[SavedBlock], index: Index, advance: Ca
     with path.open("rb") as file:
         head, data = read_header(file)
         for block in blocks:
-            entry, dtype = head[block.key], index.tensors[block.tensor]["dtype"]
+            entry = head[block.key]
+            dtype = index.tensors[block.tensor]["dtype"]
             (begin, end), (name, size) = entry["data_offsets"], SAFETENSORS_DTYPES[entry["dtype"]]
             length = math.prod(block.shape) * size
             is_described = name == dtype and tuple(entry["shape"]) == block.shape and end - begin == length
@@ -61,7 +62,8 @@ def _verify_file(path: Path, blocks: list[SavedBlock], index: Index, advance: Ca
             left = length if is_described else 0
             file.seek(data + begin)
             while left and (content := file.read(min(left, READ_BYTES))):
-                crc, left = zlib.crc32(content, crc), left - len(content)
+                crc = zlib.crc32(content, crc)
+                left = left - len(content)
                 advance(len(content))
             if not is_described or left or crc != block.crc32:
                 raise DamagedCheckpoint(f"{path} is damaged in {block.tensor} (wrong checksum): use another checkpoint")
@@ -69,15 +71,16 @@ def _verify_file(path: Path, blocks: list[SavedBlock], index: Index, advance: Ca
     return total
 
 
-def read_header(file: BinaryIO) -> tuple[dict[str, Entry], int]:
+def read_header(file: BinaryIO) -> tuple[dict[str, TensorHeader], int]:
     """Return a safetensors file's header, and the position where the tensors' bytes begin.
 
     Raise ValueError for a file without a valid header.
     """
-    size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
     # The length is checked before it is used, since a damaged file may ask for any amount of memory.
     if size < 8 or length > min(size - 8, LONGEST_HEADER):
         raise ValueError("its header is cut off")
     head = of_kind(parse_json(file.read(length)), dict[str, Any], "its header")
     head.pop("__metadata__", None)
-    return cast(dict[str, Entry], of_kind(head, dict[str, Entry], "its header")), 8 + length
+    return cast(dict[str, TensorHeader], of_kind(head, dict[str, TensorHeader], "its header")), 8 + length

@@ -16,7 +16,7 @@ from meshwright.engine.result import StepResult
 from meshwright.engine.sharding.buffers import Bucket
 from meshwright.engine.sharding.compression.adaptive import AdaptiveReducer, Trial, best
 from meshwright.engine.sharding.compression.exchange import ExchangeReducer
-from meshwright.engine.sharding.compression.making import summed
+from meshwright.engine.sharding.compression.making import begin_sum
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Reducer
 from meshwright.engine.step import Trainer
 from meshwright.errors import notice
@@ -31,7 +31,7 @@ ROUNDS = 3  # Times that each sum is measured; the fastest counts.
 FORWARD = MEANING[Op.FORWARD].letter
 
 
-class Adapting(Hook):
+class ReducerChoice(Hook):
     """Measures the candidates and chooses one, once per run. All ranks agree on the figures, so they choose alike."""
 
     def __init__(self, trainer: Trainer, folder: Path | None) -> None:
@@ -72,9 +72,9 @@ class Adapting(Hook):
         assert self.reducer is not None
         ctx = self.trainer.ctx
         room = statistics.median(self.rooms) if ctx.config.comm.overlap.gradients else 0.0
-        # `_agreed` takes the maximum over all ranks, so this is the minimum.
-        room = -self._agreed(-room)
-        step_s = self._agreed(statistics.median(self.steps))
+        # `_max_over_ranks` takes the maximum over all ranks, so this is the minimum.
+        room = -self._max_over_ranks(-room)
+        step_s = self._max_over_ranks(statistics.median(self.steps))
         with ctx.ledger.phase("startup"):
             trials = [self._trial(candidate) for candidate in self.reducer.candidates]
         trial = best(trials, room, step_s)
@@ -107,11 +107,11 @@ class Adapting(Hook):
             reducer = tried = ExchangeReducer(replace(config, error_feedback="true"), 0)
             if largest is not None:
                 tried.residuals = {largest: torch.zeros_like(self.reducer.residuals[largest])}
-        seconds = self._timed(reducer, largest, times, links=True)
-        making = self._timed(reducer, largest, times, links=False) if config.compresses else 0.0
+        seconds = self._measure_sum(reducer, largest, times, links=True)
+        making = self._measure_sum(reducer, largest, times, links=False) if config.compresses else 0.0
         return Trial(config, seconds, min(making, seconds))
 
-    def _timed(self, reducer: Reducer, bucket: Bucket | None, times: float, links: bool) -> float:
+    def _measure_sum(self, reducer: Reducer, bucket: Bucket | None, times: float, links: bool) -> float:
         """Return the seconds of one sum of a bucket times `times`, on the rank where that takes longest.
 
         With `links` False, messages are made and read but not sent. A rank without a bucket (None) must call this
@@ -122,27 +122,28 @@ class Adapting(Hook):
             add_up = self._sum_of(reducer, bucket, links)
             self.trainer.ctx.device.synchronize()
             # This collective is a barrier: all ranks begin together.
-            self._agreed(0.0)
+            self._max_over_ranks(0.0)
             begin = time.perf_counter()
             add_up()
             took.append(time.perf_counter() - begin)
-        return self._agreed(min(took) * times)
+        return self._max_over_ranks(min(took) * times)
 
     def _sum_of(self, reducer: Reducer, bucket: Bucket | None, links: bool) -> Callable[[], None]:
         """Return a function that sums random gradients of a bucket; without a bucket, it does nothing."""
         if bucket is None:
             return lambda: None
-        device, groups = self.trainer.ctx.device, self.trainer.data_parallel.groups(bucket.buffer)
+        device = self.trainer.ctx.device
+        groups = self.trainer.data_parallel.groups(bucket.buffer)
         grads = torch.zeros(bucket.stop - bucket.start, dtype=bucket.own_grads.dtype, device=device.torch).normal_()
 
         def run() -> None:
-            summed(reducer, bucket, grads, *groups, links=links).wait()
+            begin_sum(reducer, bucket, grads, *groups, links=links).wait()
             device.synchronize()
 
         return run
 
-    def _agreed(self, value: float) -> float:
-        return self.trainer.ctx.mesh.world.agreed(value, self.trainer.ctx.device.torch)
+    def _max_over_ranks(self, value: float) -> float:
+        return self.trainer.ctx.mesh.world.max_over_ranks(value, self.trainer.ctx.device.torch)
 
 
 def name_of(config: ReduceConfig) -> str:

@@ -14,12 +14,12 @@ from torch import Tensor
 from meshwright.engine.hooks import Hook
 from meshwright.engine.monitor import gather_bytes
 from meshwright.engine.sharding.buffers import PARAM, Bucket, Slot, State
-from meshwright.engine.sharding.remainders import plain
+from meshwright.engine.sharding.remainders import as_tensor
 from meshwright.engine.step import StepResult, Trainer
 from meshwright.record.run_folder import RunFolder
 
 # Weight and update norms are estimated from about this many evenly spaced elements of each parameter on each rank.
-SAMPLED = 4096
+SAMPLED_ELEMENTS = 4096
 
 
 def layer_of(name: str) -> str:
@@ -36,7 +36,7 @@ def natural(name: str) -> list[Any]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-class Piece(NamedTuple):
+class ParameterRange(NamedTuple):
     """The elements of one parameter that this rank contributes to the sums: `low` to `high` of its slot."""
 
     layer: str
@@ -54,12 +54,12 @@ class Piece(NamedTuple):
 
     @property
     def stride(self) -> int:
-        return max(1, (self.high - self.low) // SAMPLED)
+        return max(1, (self.high - self.low) // SAMPLED_ELEMENTS)
 
     def sample(self) -> Tensor:
         """Return a copy of every `stride`-th master weight as float64."""
         values = self.state.values(self.slot, self.low, self.high)[:: self.stride]
-        return plain(values).detach().to(torch.float64, copy=True)
+        return as_tensor(values).detach().to(torch.float64, copy=True)
 
 
 class LayerNorms(Hook):
@@ -75,19 +75,19 @@ class LayerNorms(Hook):
         self.names: Sequence[str] = ()
         self.before_update: list[Tensor] = []
 
-    def _wanted(self, step: int) -> bool:
+    def _is_due(self, step: int) -> bool:
         return self.every > 0 and (step % self.every == 0 or step == min(2, self.trainer.ctx.config.train.steps))
 
     def pauses(self, step: int) -> bool:
-        return self._wanted(step) or self._wanted(step + 1)
+        return self._is_due(step) or self._is_due(step + 1)
 
     def before(self, step: int) -> None:
-        if self._wanted(step):
+        if self._is_due(step):
             self.before_update = [piece.sample() for piece in self.pieces]
 
     @torch.no_grad()
     def after(self, result: StepResult, last: bool) -> None:
-        if not self._wanted(result.step):
+        if not self._is_due(result.step):
             return
         ctx = self.trainer.ctx
         with ctx.ledger.phase("metrics"):
@@ -116,7 +116,7 @@ class LayerNorms(Hook):
         return sums
 
 
-def _pieces(trainer: Trainer) -> Iterator[Piece]:
+def _pieces(trainer: Trainer) -> Iterator[ParameterRange]:
     parallel = trainer.data_parallel
     for state in trainer.optimizer.tensors():
         if not isinstance(state, State) or state.name != PARAM or not state.buffer.key.trained:
@@ -124,7 +124,9 @@ def _pieces(trainer: Trainer) -> Iterator[Piece]:
         for slot in state.buffer.slots:
             low, high = state.holds(slot)
             if low < high and parallel.counts(state.buffer, slot):
-                yield Piece(layer_of(slot.record.name), state.buffer.buckets[slot.bucket], state, slot, low, high)
+                yield ParameterRange(
+                    layer_of(slot.record.name), state.buffer.buckets[slot.bucket], state, slot, low, high
+                )
 
 
 def line_of(result: StepResult, names: Sequence[str], sums: Sequence[Sequence[float]]) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from typing import TypedDict
 from meshwright.checkpoint.memory_copy import Keepers, MemoryCopies
 from meshwright.checkpoint.save import Saver
 from meshwright.config.sections import CheckpointConfig
-from meshwright.engine.hooks import Hook, Watcher, WentBack
+from meshwright.engine.hooks import Hook, RolledBack, Watcher
 from meshwright.engine.monitor import gather_bytes
-from meshwright.engine.step import Launched, StepResult, Trainer
+from meshwright.engine.step import LaunchedStep, StepResult, Trainer
 from meshwright.errors import UserError, notice
 from meshwright.launch.processes import LOST
 from meshwright.launch.signals import StopRequests
@@ -31,16 +31,16 @@ from meshwright.record.speed import Speed
 from meshwright.spec.schedule.trace import Recorder, trace_json, unpacked
 
 SAVING_SHARE = 0.01  # With checkpoint.every=auto, saving may take this share of a run's time.
-MOST_FLIGHTS = 256  # Up to this many ranks, a traced step writes the last calls of every rank.
+MAX_FLIGHTS = 256  # Up to this many ranks, a traced step writes the last calls of every rank.
 # `run.trace` traces this step of a process. The first steps are not typical: they make objects that later steps reuse.
-TRACED = 3
+TRACED_STEP = 3
 
 
 # Takes a result and a function that computes the step once more. Returns the result that counts.
-Settle = Callable[[StepResult, Callable[[], StepResult]], StepResult]
+SettleStep = Callable[[StepResult, Callable[[], StepResult]], StepResult]
 
 
-class Ahead:
+class LaunchAhead:
     """Launches step N + 1 before the host waits for step N's numbers.
 
     `pauses(step)` returns True if a hook needs the trainer as that step leaves it (to validate or save): the next step
@@ -48,9 +48,9 @@ class Ahead:
     makes an update until `settle` returns.
     """
 
-    def __init__(self, trainer: Trainer, pauses: Callable[[int], bool], settle: Settle | None = None) -> None:
+    def __init__(self, trainer: Trainer, pauses: Callable[[int], bool], settle: SettleStep | None = None) -> None:
         self.trainer, self.pauses, self.settle = trainer, pauses, settle
-        self._waiting: Launched | None = None
+        self._waiting: LaunchedStep | None = None
         self._stop = self._save = False
 
     def next(self, stop_requested: bool, save_requested: bool = False) -> StepResult:
@@ -81,22 +81,23 @@ class Ahead:
     def _drop(self) -> None:
         """Discard a step that was launched after a held one, and so made no update. Keep its requests."""
         if self._waiting is not None:
-            dropped, self._waiting = self.trainer.read(self._waiting), None
+            dropped = self.trainer.read(self._waiting)
+            self._waiting = None
             self.trainer.take_back(dropped)
             self._stop, self._save = self._stop or dropped.stop, self._save or dropped.save
 
 
-def train(trainer: Trainer, hooks: Sequence[Hook], requests: StopRequests, settle: Settle | None = None) -> None:
+def train(trainer: Trainer, hooks: Sequence[Hook], requests: StopRequests, settle: SettleStep | None = None) -> None:
     """Train from the trainer's present step to the last one, or until a rank is asked to stop."""
     step, steps = trainer.step_number, trainer.ctx.config.train.steps
-    ahead = Ahead(trainer, lambda n: any(hook.pauses(n) for hook in hooks), settle)
+    ahead = LaunchAhead(trainer, lambda n: any(hook.pauses(n) for hook in hooks), settle)
     StopRequests.has_work = stopped = False
     while step < steps and not stopped:
         for hook in hooks:
             hook.before(step + 1)
         try:
             result = ahead.next(requests.seen, any(hook.wants_save() for hook in hooks))
-        except WentBack:
+        except RolledBack:
             step = trainer.step_number
             continue
         step, stopped = result.step, result.stop
@@ -139,7 +140,7 @@ class GivingUp(Hook):
             raise UserError(f"{result.why_skipped} in {self.skipped} steps in a row, up to step {result.step}: {fix}")
 
 
-class Saving(Hook):
+class SaveHook(Hook):
     """Saves checkpoints after a number of steps or a time, and at the end.
 
     The rank that writes the run measures the time. Its request reaches the other ranks with the step's counts. With
@@ -173,7 +174,7 @@ class Saving(Hook):
             self.saver.save(last)
         if last:
             # Wait for the last checkpoint here, before any later hook can fail.
-            self.saver.committed()
+            self.saver.wait_for_commit()
             self._note()
 
     def _note(self) -> None:
@@ -203,7 +204,7 @@ class TooManyFaults(Hook):
         if self.notes.over is not None:
             if self.saver.saved_step != result.step:
                 self.saver.save(last=True)
-            self.saver.committed()
+            self.saver.wait_for_commit()
             raise self.notes.over
 
 
@@ -213,7 +214,9 @@ class TimeLimit(Hook):
     """
 
     def __init__(self, requests: StopRequests, saver: Saver, limit: float, began: float) -> None:
-        self.requests, self.saver, self.end = requests, saver, began + limit if limit else math.inf
+        self.requests = requests
+        self.saver = saver
+        self.end = began + limit if limit else math.inf
         self.longest = 0.0  # The longest step so far, except for the first one, which is not typical.
         self.seen = 0
 
@@ -230,7 +233,7 @@ class TimeLimit(Hook):
             self.longest = max(self.longest, result.step_time_s)
 
 
-class Validating(Hook):
+class ValidationHook(Hook):
     """Computes the validation loss every `run.eval_every` steps and after the run's last step."""
 
     def __init__(self, trainer: Trainer, folder: RunFolder | None, watcher: Watcher | None) -> None:
@@ -252,7 +255,7 @@ class Validating(Hook):
         if self.pauses(step) if step else ctx.config.run.eval_first:
             missing = self.folder is not None and not is_validated(self.folder.path, step)
             # Only one rank knows the folder, and all must take part in a validation.
-            if ctx.mesh.world.agreed(float(missing), ctx.device.torch):
+            if ctx.mesh.world.max_over_ranks(float(missing), ctx.device.torch):
                 self.validate()
 
     def validate(self) -> None:
@@ -272,9 +275,10 @@ class TracedStep(Hook):
 
     def __init__(self, trainer: Trainer) -> None:
         ctx = trainer.ctx
-        self.trainer, self.path = trainer, Path(ctx.config.run.dir) / "trace.json"
+        self.trainer = trainer
+        self.path = Path(ctx.config.run.dir) / "trace.json"
         on, steps = ctx.config.run.trace, ctx.config.train.steps
-        self.number = min(trainer.step_number + TRACED, steps) if on else 0
+        self.number = min(trainer.step_number + TRACED_STEP, steps) if on else 0
         self.records = on and ctx.mesh.is_first("dp", "cp", "tp")
 
     def pauses(self, step: int) -> bool:
@@ -288,7 +292,7 @@ class TracedStep(Hook):
     def after(self, result: StepResult, last: bool) -> None:
         """Write the trace. If the file can't be written, warn and continue: that is no reason to stop a run."""
         ctx, recorder = self.trainer.ctx, self.trainer.executor.recorder
-        if result.step == self.number and ctx.layout.world <= MOST_FLIGHTS:
+        if result.step == self.number and ctx.layout.world <= MAX_FLIGHTS:
             self._write_flight()
         if result.step != self.number or recorder is None:
             return
@@ -305,8 +309,9 @@ class TracedStep(Hook):
 
     def _write_flight(self) -> None:
         """Write this rank's last calls, as the watchdog does after a hang."""
-        ctx, folder = self.trainer.ctx, self.path.parent / "flight"
-        record = {"rank": ctx.rank, "step": self.number, "last": [call.plain() for call in ctx.mesh.flight.last]}
+        ctx = self.trainer.ctx
+        folder = self.path.parent / "flight"
+        record = {"rank": ctx.rank, "step": self.number, "last": [call.to_plain() for call in ctx.mesh.flight.last]}
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank-{ctx.rank}.json").write_text(json.dumps(record), encoding="utf-8")
@@ -320,7 +325,7 @@ class MemorySaving(Hook):
 
     def __init__(self, trainer: Trainer) -> None:
         self.every = trainer.ctx.config.checkpoint.memory_every
-        keepers = Keepers.known() if self.every else None
+        keepers = Keepers.from_environment() if self.every else None
         self.copies = MemoryCopies(trainer, keepers) if keepers else None
         if self.every and keepers is None and trainer.writes:
             notice("meshwright: this launcher has no keepers: checkpoint.memory_every makes no copies")
@@ -340,7 +345,7 @@ class Loss(TypedDict):
     seen: float
 
 
-class Recovering(Hook):
+class RecoveryTimer(Hook):
     """Writes one event after the first step that follows a loss of ranks.
 
     It gives the seconds from the last finished step until the loss was seen, from there until the ranks had started
@@ -394,7 +399,8 @@ class GarbageCollection(Hook):
 
     def __enter__(self) -> GarbageCollection:
         if self.every:
-            self._was_enabled, self._was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+            self._was_enabled = gc.isenabled()
+            self._was_frozen = gc.get_freeze_count() > 0
             gc.collect()
             gc.freeze()
             gc.disable()

@@ -19,14 +19,14 @@ from torch import nn
 from meshwright.checkpoint.base import begin_with_folder, digest, read_base, with_base
 from meshwright.checkpoint.resume import has_checkpoint, resume
 from meshwright.checkpoint.save import Saver
-from meshwright.comm.watchdog import watched
+from meshwright.comm.watchdog import watchdog_for
 from meshwright.config.blocks import seconds_of
 from meshwright.config.memory import Place
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.config.step_schedules import consumed_after
 from meshwright.device import Device
-from meshwright.disk import refused
+from meshwright.disk import refusal
 from meshwright.engine.compiling import blocks_together, compile_blocks
 from meshwright.engine.context import Context, build_context, compiles
 from meshwright.engine.hooks import Hook, Watcher
@@ -45,23 +45,23 @@ from meshwright.models.stage import LossCounts
 from meshwright.nn.parallel import initialise, record_of, share_tied_parameters
 from meshwright.record import companions
 from meshwright.record.checkpoint_format import checkpoint_folder, first_weights, model_folder
-from meshwright.record.run_folder import RunFolder, mostly_skipped, refuse_finished, what_is_lost
+from meshwright.record.run_folder import RunFolder, describe_loss, refuse_finished, skipped_updates_notice
 from meshwright.record.run_notes import FaultNotes, provenance, write_event
-from meshwright.record.run_owner import owning
+from meshwright.record.run_owner import own_folders
 from meshwright.record.speed import Speed
-from meshwright.run.adapting import Adapting
+from meshwright.run.adapting import ReducerChoice
 from meshwright.run.layers import LayerNorms
 from meshwright.run.loop import (
     GarbageCollection,
     GivingUp,
     MemorySaving,
     Recording,
-    Recovering,
-    Saving,
+    RecoveryTimer,
+    SaveHook,
     TimeLimit,
     TooManyFaults,
     TracedStep,
-    Validating,
+    ValidationHook,
     train,
 )
 from meshwright.run.machine_notes import MachineNotes
@@ -121,9 +121,9 @@ def pretrain(
     """
     began = time.monotonic()
     ctx, own_world = join(config, process_groups)
-    with watched(ctx.mesh, config.comm.timeout, ctx.device, own_world, folder=Path(config.run.dir) / "flight"):
+    with watchdog_for(ctx.mesh, config.comm.timeout, ctx.device, own_world, folder=Path(config.run.dir) / "flight"):
         connect(ctx)
-        ctx, source = with_told_base(ctx, source)
+        ctx, source = with_broadcast_base(ctx, source)
         config = ctx.config
         modules = build_modules(ctx, model_provider)
         validated = validation_samples(config)
@@ -132,7 +132,7 @@ def pretrain(
         forward_step = in_precision(ctx, modules, forward_step)
         trainer = Trainer(ctx, modules, forward_step, train_data, valid_data, reducer, loss_counts)
         notes = provenance(ctx.device.name, command) | {"own_model": own_facts(modules)}
-        about = About(watcher, hooks, speed_here(config, ctx.device, speed), notes)
+        about = Observers(watcher, hooks, speed_here(config, ctx.device, speed), notes)
         run(trainer, source, about, began)
     if own_world:  # Not in a `finally`: after an error, leaving could wait for peers that are gone.
         leave()
@@ -160,7 +160,7 @@ def connect(ctx: Context) -> None:
     ctx.mesh.warm_up(wanted, ctx.device.torch, notice if reports else None)
 
 
-def with_told_base(ctx: Context, source: str | None) -> tuple[Context, str | None]:
+def with_broadcast_base(ctx: Context, source: str | None) -> tuple[Context, str | None]:
     """Return the context with the folder of a run's weights in its config, and the source to resume from.
 
     If `source` is that folder itself, there is nothing to resume from. Rank 0 looks for the folder and broadcasts the
@@ -171,7 +171,7 @@ def with_told_base(ctx: Context, source: str | None) -> tuple[Context, str | Non
         return ctx, source
     found = agree(ctx, (lambda: with_base(config, source)) if ctx.rank == 0 else None)
     text = json.dumps((found[0].tune.base, found[0].model.hf, found[1])) if found else ""
-    base, folder, remaining = json.loads(ctx.mesh.world.told(text, ctx.device.torch))
+    base, folder, remaining = json.loads(ctx.mesh.world.broadcast_text(text, ctx.device.torch))
     config = replace(config, tune=replace(config.tune, base=base), model=replace(config.model, hf=folder))
     return replace(ctx, config=config), remaining
 
@@ -213,7 +213,7 @@ def _warn_of_buffers(module: nn.Module, stage: int) -> None:
         print(f"meshwright: warning: {text}; {fix}", file=sys.stderr)
 
 
-class About(NamedTuple):
+class Observers(NamedTuple):
     """The observers of a run, and the facts that it records about itself in run.json (`notes`)."""
 
     watcher: Watcher | None
@@ -227,17 +227,17 @@ def speed_here(config: Config, device: Device, speed: SpeedOf | None) -> Speed |
     return speed(config, device.name, gib) if speed else None
 
 
-def run(trainer: Trainer, source: str | None, about: About, began: float) -> None:
+def run(trainer: Trainer, source: str | None, about: Observers, began: float) -> None:
     """Take ownership of the run's folder and train in it. One rank writes it and drives the display."""
     config = trainer.ctx.config
     # A separate folder of checkpoints might also be in use by another run.
     folders = [Path(config.run.dir), *([Path(config.checkpoint.dir)] if config.checkpoint.dir else [])]
     with ExitStack() as held:
-        agree(trainer.ctx, (lambda: held.enter_context(owning(*folders))) if trainer.writes else None)
-        run_owned(trainer, source, about, began)
+        agree(trainer.ctx, (lambda: held.enter_context(own_folders(*folders))) if trainer.writes else None)
+        run_in_owned_folder(trainer, source, about, began)
 
 
-def run_owned(trainer: Trainer, source: str | None, about: About, began: float) -> None:
+def run_in_owned_folder(trainer: Trainer, source: str | None, about: Observers, began: float) -> None:
     """Resume, train and close the run."""
     ctx, config = trainer.ctx, trainer.ctx.config
     agree(ctx, (lambda: refuse_finished(config, source)) if trainer.writes else None)
@@ -263,9 +263,10 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
     asynchronous = c.asynchronous and Place.DISK not in offload.places
     saver = Saver(trainer, checkpoint_folder(config), asynchronous, c.busy, c.keep)
     saver.companions = Path(config.run.dir) / companions.FOLDER
-    saving, validation = Saving(saver, c), Validating(trainer, folder, watcher)
+    saving = SaveHook(saver, c)
+    validation = ValidationHook(trainer, folder, watcher)
     limit = seconds_of("run.time_limit", config.run.time_limit) if config.run.time_limit else 0.0
-    stops = StopRequests(speaks=trainer.writes, launched=find_place().launched, loses=partial(what_is_lost, config))
+    stops = StopRequests(speaks=trainer.writes, launched=find_place().launched, loses=partial(describe_loss, config))
     closing = folder.closed_after_error() if folder else nullcontext()
     garbage = GarbageCollection(config.train.gc_every)
     with stops as requests, closing, saver, garbage:
@@ -274,13 +275,14 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         # Hooks run in this order after each step: a step is recorded before it is saved, and saved before anything else
         # can fail.
         notes = FaultNotes(config.run.dir, config.faults.max_faults, trainer.writes)
-        all_hooks = [time_limit, Adapting(trainer, folder.path if folder else None), TracedStep(trainer), recording]
+        path = folder.path if folder else None
+        all_hooks = [time_limit, ReducerChoice(trainer, path), TracedStep(trainer), recording]
         all_hooks += [GivingUp(config.faults.max_skips), MemorySaving(trainer), saving, validation]
         all_hooks += [TooManyFaults(notes, saver), ReplicaCheck(trainer, notes), LayerNorms(trainer, folder)]
         all_hooks += [SlowRanks(ctx.layout, config.faults, notes), MachineNotes(folder, ctx.device), garbage]
         all_hooks += about.hooks
         if folder:
-            all_hooks.append(Recovering(config.run.dir, ready, loaded, resumed_from))
+            all_hooks.append(RecoveryTimer(config.run.dir, ready, loaded, resumed_from))
         validation.catch_up()
         train(trainer, all_hooks, requests, BadSteps(trainer, folder, saver, notes).settle)
     trainer.data_parallel.weights.wait_for_gathers()
@@ -288,7 +290,7 @@ def run_owned(trainer: Trainer, source: str | None, about: About, began: float) 
         done, steps = trainer.step_number, config.train.steps
         stopped = f"stopped on request at step {done} of {steps}"
         words = f"finished {plural(steps, 'step')}" if done == steps else stopped
-        why = mostly_skipped(folder.path) if done == steps else ""
+        why = skipped_updates_notice(folder.path) if done == steps else ""
         write_event(folder.path, "failure" if why else "end", why or words, done)
         folder.close()
     agree(ctx, partial(refuse_skipped, why) if folder else None)
@@ -305,7 +307,8 @@ def refuse_skipped(why: str) -> None:
 def open_folder(trainer: Trainer, source: str | None, validates: bool, notes: Mapping[str, Any]) -> RunFolder:
     """Open the run's folder, and copy into it the companion files of its model, such as the tokenizer."""
     config, step = trainer.ctx.config, trainer.step_number
-    base, weights = config.tune.base, first_weights(config, source)
+    base = config.tune.base
+    weights = first_weights(config, source)
     origin = model_folder(weights) if weights and (base or not step) else None
     if origin and not step:
         companions.check_tokenizer(origin, config.data)
@@ -313,7 +316,7 @@ def open_folder(trainer: Trainer, source: str | None, validates: bool, notes: Ma
         folder = Path(config.run.dir) / companions.FOLDER
         companions.collect(config.data, origin, folder, source or weights or None, digest(base) if base else "")
     except OSError as error:
-        raise refused(f"run.dir={config.run.dir} can't be written", error, folder, "another run.dir") from None
+        raise refusal(f"run.dir={config.run.dir} can't be written", error, folder, "another run.dir") from None
     # For a blend: the number of samples of each file in a period.
     blend = getattr(trainer.train_batches.dataset, "sources", None)
     more = dict(notes) | ({"sources": blend} if blend else {})
@@ -333,14 +336,14 @@ def check_shared(
     """
     ctx = trainer.ctx
     number = float(secrets.randbits(40)) if trainer.writes else 0.0
-    mark = folder / f".seen-by-all-{int(ctx.mesh.world.agreed(number, ctx.device.torch)):x}"
+    mark = folder / f".seen-by-all-{int(ctx.mesh.world.max_over_ranks(number, ctx.device.torch)):x}"
 
     def make() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             mark.touch()
         except OSError as error:
-            raise refused(f"{folder} can't be written", error, folder, "another checkpoint.dir") from None
+            raise refusal(f"{folder} can't be written", error, folder, "another checkpoint.dir") from None
 
     def look() -> None:
         # Ranks that see the file already wait in a collective. Stop before the watchdog takes that for a hang.
@@ -366,6 +369,6 @@ def agree(ctx: Context, action: Callable[[], Any] | None) -> Any:
         result = action() if action else None
     except UserError as caught:
         error = caught
-    if ctx.mesh.world.agreed(float(error is not None), ctx.device.torch):
+    if ctx.mesh.world.max_over_ranks(float(error is not None), ctx.device.torch):
         raise error or SystemExit(2)
     return result

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.checkpoint.base import begin_with_folder, read_base
 from meshwright.checkpoint.resume import load_checkpoint
-from meshwright.comm.watchdog import watched
+from meshwright.comm.watchdog import watchdog_for
 from meshwright.config.rules import TRAINING_RULES, check
 from meshwright.config.sections import Config
 from meshwright.engine.context import build_context
@@ -39,7 +39,7 @@ def replay(config: Config, step: int, checkpoint: Path | None, source: str | Non
     device, joined = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
     ctx = build_context(config, place.rank, place.world, device, place.local_world, trains=True)
     results = []
-    with watched(ctx.mesh, comm.timeout, device, joined):
+    with watchdog_for(ctx.mesh, comm.timeout, device, joined):
         modules = build_modules(ctx, model_provider)
         data, valid, _ = datasets_provider(ctx, (0, 0, 0))
         trainer = Trainer(ctx, modules, in_precision(ctx, modules, forward_step), data, valid)

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.resume import load_checkpoint
 from meshwright.checkpoint.save import Saver
-from meshwright.comm.watchdog import watched
-from meshwright.config.load import config_from, merged
+from meshwright.comm.watchdog import watchdog_for
+from meshwright.config.load import config_from, merge_sections
 from meshwright.config.rules import RULES, TENSOR_PARALLEL_RULES, check, eval_divides
 from meshwright.config.sections import Config
 from meshwright.config.step_schedules import global_batch
@@ -100,12 +100,12 @@ class Wrapped:
         if self.trainer.writes:
             Path(folder).mkdir(parents=True, exist_ok=True)
         # A barrier: no rank writes before the folder exists.
-        self.trainer.ctx.mesh.world.agreed(0.0, self.trainer.ctx.device.torch)
+        self.trainer.ctx.mesh.world.max_over_ranks(0.0, self.trainer.ctx.device.torch)
         with saver:
             saver.save(last=True)
             saver.wait()
         # A barrier: no rank looks for the checkpoint before it is complete.
-        self.trainer.ctx.mesh.world.agreed(0.0, self.trainer.ctx.device.torch)
+        self.trainer.ctx.mesh.world.max_over_ranks(0.0, self.trainer.ctx.device.torch)
         return find_checkpoint(str(folder))
 
     def load(self, folder: str | Path) -> None:
@@ -170,7 +170,7 @@ def wrap(
     """
     if not isinstance(config, Config):
         given = {name: dict(keys) for name, keys in (config or {}).items()}
-        config = config_from(merged(DEFAULTS, given))
+        config = config_from(merge_sections(DEFAULTS, given))
     place = joined_place() or find_place()
     if config.layout.pp * config.layout.cp > 1:
         raise UserError("wrap takes a whole module on every rank: set layout.pp=1 and layout.cp=1")
@@ -179,7 +179,7 @@ def wrap(
     device, own_world = enter(place, config.run.device, comm.backend, comm.timeout, config.train.precision)
     ctx = build_context(config, place.rank, place.world, device, place.local_world, process_groups, trains=True)
     with ExitStack() as watch:
-        watch.enter_context(watched(ctx.mesh, comm.timeout, device, own_world))
+        watch.enter_context(watchdog_for(ctx.mesh, comm.timeout, device, own_world))
         check_alike(ctx, module)
         trainer = _trainer_of(ctx, WrappedModule(module, ctx.parallel, ctx.at, plan or {}), loss or mean_loss)
         return Wrapped(trainer, own_world, watch.pop_all())

@@ -14,7 +14,7 @@ CELLS = 40  # characters of the longest bar
 
 
 @dataclass(frozen=True)
-class Bars:
+class BarChart:
     """The data of a bar chart."""
 
     title: str
@@ -28,7 +28,7 @@ class Bars:
         return max((value for values in self.groups.values() for value in values), default=0.0) or 1.0
 
 
-def bars_svg(bars: Bars) -> str:
+def bars_svg(bars: BarChart) -> str:
     """Return the bars as one SVG document."""
     row_height = BAR * len(bars.groups) + GAP
     height = TOP + row_height * len(bars.names) + 30
@@ -44,7 +44,8 @@ def bars_svg(bars: Bars) -> str:
         out.append(f'<text x="{LEFT - 8}" y="{middle:.1f}" text-anchor="end">{escape(name)}</text>')
         for place, values in enumerate(bars.groups.values()):
             width = max(1.0, values[number] / bars.longest * (WIDTH - LEFT - RIGHT))
-            top, colour = y + place * BAR, LINE_COLOURS[place % len(LINE_COLOURS)]
+            top = y + place * BAR
+            colour = LINE_COLOURS[place % len(LINE_COLOURS)]
             out.append(f'<rect x="{LEFT}" y="{top}" width="{width:.1f}" height="{BAR - 1}" fill="{colour}"/>')
             label = f"{values[number]:.4g} {bars.unit}".strip()
             out.append(f'<text x="{LEFT + width + 5:.1f}" y="{top + 10}" font-size="10">{escape(label)}</text>')
@@ -56,7 +57,7 @@ def bars_svg(bars: Bars) -> str:
     return "".join([*out, "</svg>\n"])
 
 
-def bars_text(bars: Bars) -> str:
+def bars_text(bars: BarChart) -> str:
     """Return the bars as lines of text, one for each name and group."""
     rows = [("", "", "", bars.unit)]
     for number, name in enumerate(bars.names):

@@ -107,7 +107,7 @@ def svg(chart: Chart) -> str:
     return "".join([*out, "</svg>\n"])
 
 
-def stacked(charts: Sequence[Chart]) -> str:
+def stack_charts(charts: Sequence[Chart]) -> str:
     """Return charts below each other as one SVG document."""
     inner = "".join(
         svg(chart).replace("<svg ", f'<svg y="{HEIGHT * number}" ', 1) for number, chart in enumerate(charts)

@@ -17,7 +17,7 @@ OWN, GATHERED, OTHERS = "#3b6fb6", "#a9c4e6", "#f3f5f8"  # colours of blocks, as
 Axes = Sequence[str]
 
 
-class Matrix(NamedTuple):
+class GridMatrix(NamedTuple):
     """A matrix at one step of a product, with the grid axes that shard it, the slowest first."""
 
     name: str
@@ -28,15 +28,17 @@ class Matrix(NamedTuple):
     note: str = ""
 
 
-def steps(roles: Roles) -> list[tuple[str, list[Matrix]]]:
+def steps(roles: Roles) -> list[tuple[str, list[GridMatrix]]]:
     """Return each step of a product, as its title and its matrices. W is drawn as [in, out]."""
     r = roles
-    x = Matrix("x", r.x.rows, (r.x.features,))
-    weight = Matrix("W", (r.summed,) if r.summed else (), (r.y.features, r.weight))
-    wide = Matrix("x", r.rows, () if r.joins else (r.x.features,), (x.rows, x.columns), f"gathered over {r.gathered}")
-    whole = Matrix("W", weight.rows, (r.y.features,), (weight.rows, weight.columns), f"gathered over {r.weight}")
-    y = Matrix("y", r.y.rows, (r.y.features,))
-    summed = Matrix("y", r.rows, (r.y.features,), None, f"a sum over {r.summed}" if r.summed else "complete")
+    x = GridMatrix("x", r.x.rows, (r.x.features,))
+    weight = GridMatrix("W", (r.summed,) if r.summed else (), (r.y.features, r.weight))
+    wide = GridMatrix(
+        "x", r.rows, () if r.joins else (r.x.features,), (x.rows, x.columns), f"gathered over {r.gathered}"
+    )
+    whole = GridMatrix("W", weight.rows, (r.y.features,), (weight.rows, weight.columns), f"gathered over {r.weight}")
+    y = GridMatrix("y", r.y.rows, (r.y.features,))
+    summed = GridMatrix("y", r.rows, (r.y.features,), None, f"a sum over {r.summed}" if r.summed else "complete")
     last = [("each rank has", [y])] if r.summed else []
     return [("each rank holds", [x, weight]), ("it gathers", [wide, whole]), ("it multiplies", [summed]), *last]
 
@@ -68,7 +70,7 @@ def _holders(grid: Grid, rows: Axes, columns: Axes) -> dict[tuple[int, int], lis
     return holders
 
 
-def _blocks(grid: Grid, matrix: Matrix, left: int, top: int) -> Iterator[str]:
+def _blocks(grid: Grid, matrix: GridMatrix, left: int, top: int) -> Iterator[str]:
     """Yield the SVG of a matrix: its blocks with the ranks that hold them. The blocks of rank 0 are filled."""
     rows, columns = matrix.pieces or (matrix.rows, matrix.columns)
     origin: dict[str, int] = {}

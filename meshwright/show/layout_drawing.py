@@ -94,7 +94,8 @@ def _beside(left: list[str], panels: Sequence[list[str]]) -> list[str]:
 
     Every second line is for walls and is omitted if it has none.
     """
-    gutter, widths = max(map(len, left)), [max(map(len, panel)) for panel in panels]
+    gutter = max(map(len, left))
+    widths = [max(map(len, panel)) for panel in panels]
     lines = []
     for number, (label, *texts) in enumerate(zip(left, *panels, strict=True)):
         if number == 0 or number % 2 or any("─" in text for text in texts):
@@ -113,7 +114,9 @@ def _panel(layout: Layout, title: str, columns: list[str], rows: list[list[int |
 
     A line of walls is above every row and below the last.
     """
-    height, width, cell = len(rows), len(columns), max(len(str(layout.world - 1)), 2)
+    height = len(rows)
+    width = len(columns)
+    cell = max(len(str(layout.world - 1)), 2)
     between = zip(rows, rows[1:], strict=False)
     across = [[_wall(layout, *pair) for pair in zip(*pairs, strict=True)] for pairs in between]
     across = [[True] * width, *across, [True] * width]
@@ -178,7 +181,7 @@ def describe_groups(layout: Layout, width: int = 100) -> list[str]:
         count, size = len(groups), len(groups[0])
         text = f"{name:<{indent}}{plural(count, 'group')} of {size}"
         if size > 1 and layout.node_size is not None:
-            text += f", {_crossing(layout, groups)}"
+            text += f", {_node_crossings(layout, groups)}"
         same = seen.setdefault(groups, name)
         if size == 1 and count == layout.world:
             lines.append(f"{text}, every rank alone")
@@ -197,7 +200,7 @@ def describe_groups(layout: Layout, width: int = 100) -> list[str]:
     return lines
 
 
-def _crossing(layout: Layout, groups: Sequence[tuple[int, ...]]) -> str:
+def _node_crossings(layout: Layout, groups: Sequence[tuple[int, ...]]) -> str:
     """Return words that say how many groups span nodes."""
     crossing = sum(map(layout.crosses_node, groups))
     if crossing in (0, len(groups)):

@@ -36,7 +36,8 @@ def mesh_svg(layout: Layout) -> str:
     across = min(len(axes), 2)
     down = -(-len(axes) // across)
     tall = rows * (CELL + GAP) + 70
-    width, height = LEFT + across * panel, TOP - 30 + down * tall
+    width = LEFT + across * panel
+    height = TOP - 30 + down * tall
     sizes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
@@ -48,7 +49,8 @@ def mesh_svg(layout: Layout) -> str:
         f'<text class="sub" x="{LEFT}" y="56">Ranks of one colour are one group of that axis.</text>',
     ]
     for number, axis in enumerate(axes):
-        x, y = LEFT + number % across * panel, TOP + number // across * tall
+        x = LEFT + number % across * panel
+        y = TOP + number // across * tall
         body += _panel(layout, axis, x, y, columns)
     return "\n".join([*body, "</svg>"]) + "\n"
 
@@ -67,7 +69,8 @@ def _panel(layout: Layout, axis: str, x: int, y: int, columns: int) -> Iterator[
     yield f'<text class="sub" x="{x}" y="{y + 12}" style="font-size:11.5px">{escape(meaning)}</text>'
     group_of = {rank: number for number, group in enumerate(groups) for rank in group}
     for rank in range(layout.world):
-        left, top = x + rank % columns * (CELL + GAP), y + 22 + rank // columns * (CELL + GAP)
+        left = x + rank % columns * (CELL + GAP)
+        top = y + 22 + rank // columns * (CELL + GAP)
         number = group_of[rank]
         yield (
             f'<g class="b"><title>rank {rank}: {axis} group {" ".join(map(str, groups[number]))}</title>'

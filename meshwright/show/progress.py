@@ -70,7 +70,9 @@ def _log(label: str, total: int, stream: TextIO, unit: str) -> Callable[[int], N
         done += count
         now = time.monotonic()
         if now - last >= LOG_SECONDS:
-            last, share, seconds = now, min(done / total, 1.0), now - begin
+            last = now
+            share = min(done / total, 1.0)
+            seconds = now - begin
             left = seconds * (1 - share) / share if share else 0.0
             amount = f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {done / 1e6 / seconds:.1f} MB/s"
             amount = f"{done:,} of {total:,} {unit}" if unit else amount

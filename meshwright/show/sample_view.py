@@ -44,7 +44,8 @@ def sample_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[
 
     for at, token in enumerate(tokens[:count]):
         if at in learned:
-            style, seen = _style(token, learned[at], special), spelled(token)
+            style = _style(token, learned[at], special)
+            seen = spelled(token)
             text.append(f"{{{seen}}}" if style == KEPT else f"{{{seen}={spelled(learned[at])}}}", style)
         elif token in special:
             text.append(f"{special[token]} ", ASIDE)
@@ -93,7 +94,10 @@ def _span_text(sample: Mapping[str, Any], spelling: Spelling, special: Mapping[i
         for token in tokens.tolist():
             name = special.get(token)
             shown = printable(spelling(token).replace("\n", "\\n").replace("\t", "\\t")) if name is None else name
-            text.append(shown, style if name is None else learned if name.startswith("<") else ASIDE)
+            token_style = style
+            if name is not None:
+                token_style = learned if name.startswith("<") else ASIDE
+            text.append(shown, token_style)
     left = len(sample["labels"]) - len(target)
     text.append(f" + {left} of padding" if left else "", ASIDE)
     return text
@@ -122,13 +126,13 @@ def conversation_text(number: int, tokens: list[int], mask: list[int], tokenizer
     for at in range(1, len(tokens) + 1):
         if at == len(tokens) or mask[at] != mask[begin]:
             before, after = ("", "") if colour else MARKS[mask[begin]]
-            words = printable(_spelled(tokens[begin:at], tokenizer, pieces).replace("\n", "\\n"))
+            words = printable(_spell(tokens[begin:at], tokenizer, pieces).replace("\n", "\\n"))
             text.append(f"{before}{words}{after}", CONVERSATION_STYLES[mask[begin]])
             begin = at
     return text
 
 
-def _spelled(ids: list[int], tokenizer: Any, pieces: list[str]) -> str:
+def _spell(ids: list[int], tokenizer: Any, pieces: list[str]) -> str:
     """Return the text of tokens, in which special tokens have their names."""
     text = ""
     plain: list[int] = []

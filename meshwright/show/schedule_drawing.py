@@ -18,7 +18,7 @@ SINGLE_CHUNK = 0.3  # the shade of a single chunk, as a position between the lig
 Colour = tuple[int, int, int]
 
 
-class Look(NamedTuple):
+class OpStyle(NamedTuple):
     """The characters and colours with which an op is drawn."""
 
     fill: str  # character in output without colour
@@ -26,13 +26,13 @@ class Look(NamedTuple):
     fills: tuple[Colour, Colour]  # SVG colours of the first and the last chunk
 
 
-LOOKS = {
-    Op.FORWARD: Look("-", (117, 75, 69, 111), ((169, 208, 247), (38, 98, 173))),
-    Op.BACKWARD: Look("=", (222, 214, 208, 179), ((255, 212, 158), (196, 92, 22))),
-    Op.INPUT_GRAD: Look("=", (222, 214, 208, 179), ((255, 212, 158), (196, 92, 22))),
-    Op.WEIGHT_GRAD: Look("%", (157, 114, 71, 108), ((190, 230, 180), (46, 125, 50))),
+OP_STYLES = {
+    Op.FORWARD: OpStyle("-", (117, 75, 69, 111), ((169, 208, 247), (38, 98, 173))),
+    Op.BACKWARD: OpStyle("=", (222, 214, 208, 179), ((255, 212, 158), (196, 92, 22))),
+    Op.INPUT_GRAD: OpStyle("=", (222, 214, 208, 179), ((255, 212, 158), (196, 92, 22))),
+    Op.WEIGHT_GRAD: OpStyle("%", (157, 114, 71, 108), ((190, 230, 180), (46, 125, 50))),
 }
-SEAM = " ~ "
+BLOCK_SEAM = " ~ "
 
 Window = tuple[int, int]  # the columns [start, stop) of a timeline
 
@@ -50,10 +50,10 @@ def timeline_text(simulation: Simulation, width: int, colour: bool = False) -> s
     lines = []
     for rank in range(pp):
         parts = (_row(simulation, rank, scale, window, colour) for window in windows)
-        lines.append(f"rank {rank}".ljust(margin) + SEAM.join(parts))
+        lines.append(f"rank {rank}".ljust(margin) + BLOCK_SEAM.join(parts))
     axes = [_text_axis(simulation, scale, window, len(windows)) for window in windows]
-    lines.append(" " * margin + SEAM.join(rule for rule, _ in axes))
-    lines.append(" " * margin + (" " * len(SEAM)).join(labels for _, labels in axes).rstrip())
+    lines.append(" " * margin + BLOCK_SEAM.join(rule for rule, _ in axes))
+    lines.append(" " * margin + (" " * len(BLOCK_SEAM)).join(labels for _, labels in axes).rstrip())
     left_out = "   ~ left out" if len(windows) > 1 else ""
     return "\n".join([*lines, _legend(simulation.table, colour) + left_out])
 
@@ -84,7 +84,8 @@ def _windows(simulation: Simulation, room: int) -> tuple[float, list[Window]]:
         return scale, [(0, round(simulation.makespan * scale))]
     # A typical block has room for its micro-batch's number and one fill character.
     scale = (len(str(simulation.table.micro_batches - 1)) + 1) / unit
-    columns, half = round(simulation.makespan * scale), (room - len(SEAM)) // 2
+    columns = round(simulation.makespan * scale)
+    half = (room - len(BLOCK_SEAM)) // 2
     return scale, [(0, half), (columns - half, columns)]
 
 
@@ -107,18 +108,19 @@ def _glyph(op: Op, chunk: int, chunks: int) -> str:
     """
     direction = MEANING[op].direction
     if chunks == 1 or not direction:
-        return LOOKS[op].fill
+        return OP_STYLES[op].fill
     letter = ascii_lowercase[chunk % len(ascii_lowercase)]
     return letter if direction > 0 else letter.upper()
 
 
 def _paint(op: Op, chunk: int, text: str) -> str:
-    shades = LOOKS[op].backgrounds
+    shades = OP_STYLES[op].backgrounds
     return f"\x1b[38;5;16;48;5;{shades[chunk % len(shades)]}m{text}\x1b[0m"
 
 
 def _block(timed: Timed, width: int, chunks: int, colour: bool) -> str:
-    action, label = timed.action, str(timed.action.micro_batch)
+    action = timed.action
+    label = str(timed.action.micro_batch)
     if colour:
         text = label if len(label) <= width else ""
         edge = "|" if len(text) < width and width > 1 else ""
@@ -137,7 +139,8 @@ def _text_axis(simulation: Simulation, scale: float, window: Window, windows: in
     rule, labels = "-" * width, ""
     share = min(1.0, windows * width / max(1.0, simulation.makespan * scale))  # of the timeline that is shown
     for tick in ticks(0.0, simulation.makespan, max(2, windows * width // 10) / share):
-        column, text = round(tick * scale) - start, f"{tick:g}"
+        column = round(tick * scale) - start
+        text = f"{tick:g}"
         if 0 <= column < width:
             rule = rule[:column] + "+" + rule[column + 1 :]
             # A label that would touch the one before it, or reach past the axis, is left out.
@@ -176,7 +179,8 @@ def timeline_svg(simulation: Simulation) -> str:
     digits = len(str(table.micro_batches - 1))
     wanted = simulation.makespan / unit * (DIGIT * digits + 9) if unit else 0.0
     chart = min(max(wanted, 760.0), 3600.0)
-    width, height = LEFT + chart + RIGHT, TOP + table.pp * (ROW + GAP) + 42
+    width = LEFT + chart + RIGHT
+    height = TOP + table.pp * (ROW + GAP) + 42
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
         f'viewBox="0 0 {width:g} {height:g}" role="img">',
@@ -234,15 +238,18 @@ def _svg_axis(simulation: Simulation, chart: float) -> Iterator[str]:
 
 
 def _svg_rank(simulation: Simulation, rank: int, chart: float) -> Iterator[str]:
-    table, y = simulation.table, TOP + rank * (ROW + GAP)
+    table = simulation.table
+    y = TOP + rank * (ROW + GAP)
     middle = y + ROW / 2
     scale = chart / simulation.makespan if simulation.makespan else 0.0
     yield f'<rect class="band" x="{LEFT}" y="{y}" width="{chart:g}" height="{ROW}" rx="4"/>'
     yield f'<text class="rank" x="{LEFT - 12}" y="{middle + 4:g}">rank {rank}</text>'
     for timed in _computes(simulation, rank):
         action = timed.action
-        x, width = LEFT + timed.start * scale, (timed.end - timed.start) * scale
-        number, shade = str(action.micro_batch), _shade(action.op, action.chunk)
+        x = LEFT + timed.start * scale
+        width = (timed.end - timed.start) * scale
+        number = str(action.micro_batch)
+        shade = _shade(action.op, action.chunk)
         tooltip = f"{action.op.value} of micro-batch {number}, stage {table.stage(rank, action.chunk)}"
         where = f"rank {rank}" + (f", chunk {action.chunk}" if table.chunks > 1 else "")
         label = ""
@@ -265,7 +272,7 @@ def _shade(op: Op, chunk: int) -> str:
 def _svg_shades(table: Table) -> str:
     rules, chunks = [], table.chunks
     for op in table.computes:
-        light, dark = LOOKS[op].fills
+        light, dark = OP_STYLES[op].fills
         for chunk in range(chunks):
             part = chunk / (chunks - 1) if chunks > 1 else SINGLE_CHUNK
             red, green, blue = (round(a + (b - a) * part) for a, b in zip(light, dark, strict=True))

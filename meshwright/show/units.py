@@ -7,7 +7,8 @@ import math
 
 def _three_digits(value: float) -> str:
     """Format a number with three significant digits, or more if there are more before the decimal point."""
-    return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f}"
+    decimals = (abs(value) < 9.995) + (abs(value) < 99.95)
+    return f"{value:.{decimals}f}"
 
 
 def size(value: float) -> str:
@@ -37,7 +38,9 @@ def flops(tera: float) -> str:
 
 def seconds(value: float) -> str:
     """Format a duration, with two decimals for numbers below 100: `18.07 s`, `333 ms`, `3.21 ms`, `12.30 us`."""
-    factor, unit = (1.0, "s") if value >= 0.9995 else (1e3, "ms") if value >= 0.9995e-3 else (1e6, "us")
+    factor, unit = (1e3, "ms") if value >= 0.9995e-3 else (1e6, "us")
+    if value >= 0.9995:
+        factor, unit = 1.0, "s"
     return f"{factor * value:.{2 if factor * value < 99.995 else 0}f} {unit}"
 
 

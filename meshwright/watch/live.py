@@ -23,7 +23,7 @@ from meshwright.config.sections import Config
 from meshwright.config.step_schedules import consumed_after
 from meshwright.errors import plural
 from meshwright.launch.launch import regroups
-from meshwright.record.speed import RECENT, Pace, pace_of
+from meshwright.record.speed import RECENT, RunSpeed, pace_of
 from meshwright.show.terminal import console_for, has_colour, is_terminal, printable, show
 from meshwright.show.units import clock, count, decimals, percent, seconds
 from meshwright.watch.run_parts import BAD, RunView, head, lined, phase_bar, rank_words, rate_words, sparkline
@@ -165,7 +165,7 @@ class Display:
             live.stop()
             atexit.unregister(self.close)
 
-    def view(self, r: StepResult) -> tuple[RunView, Pace, str]:
+    def view(self, r: StepResult) -> tuple[RunView, RunSpeed, str]:
         """Return the run's values so far, its pace, and the remaining time as text."""
         pace = pace_of(*zip(*self.steps_seen, strict=True))
         assert pace is not None

@@ -29,7 +29,7 @@ def planned_bytes(config: Config, world: int, samples: int, monitored: int, **at
     `samples` is the step's global batch, `monitored` its number of monitored values. `at` may give its `step` number.
     """
     # The planner itself adds the values that the training objective monitors.
-    others = max(0, monitored - len(config.monitored))
+    others = max(0, monitored - len(config.monitored_names))
     predicted = predict_step(config, world, samples=samples, monitored=others, **at)
     return {axis: dict(traffic._asdict()) for axis, traffic in predicted.items()}
 
@@ -89,7 +89,7 @@ def planned_step(config: Config, world: int, cluster: Cluster, node: int) -> tup
     job = job_of(config, world, cluster_node=node, host=cluster.device.units == 1)
     step = step_of(job, cluster)
     cost = step.cost
-    exposed = {f"{name} exposed": axis.exposed for name, axis in cost.axes.items() if axis.exposed > 0}
+    exposed = {f"{name} exposed": axis.exposed_seconds for name, axis in cost.axes.items() if axis.exposed_seconds > 0}
     parts = {"compute": cost.compute_s, "bubble": cost.idle_s, **exposed, "optimizer": cost.optimizer_s}
     rest = cost.step_s - sum(parts.values())
     if rest > 0:

@@ -305,6 +305,12 @@ def links(config: Config, layout: Layout, axes: Mapping[str, Mapping[str, float]
     return dict(sent)
 
 
+def _cell_style(sent: float, most: float) -> str:
+    if sent > 0.5 * most:
+        return "most"
+    return "forward" if sent > 0.01 * most else "dim"
+
+
 def _matrix(sent: Mapping[tuple[int, int], float], world: int) -> Iterator[RenderableType]:
     if not sent:
         return
@@ -317,7 +323,7 @@ def _matrix(sent: Mapping[tuple[int, int], float], world: int) -> Iterator[Rende
     most = max(sent.values())
     for rank in range(world):
         cells = [sent.get((rank, to), 0.0) for to in range(world)]
-        styles = ("most" if cell > 0.5 * most else "forward" if cell > 0.01 * most else "dim" for cell in cells)
+        styles = (_cell_style(cell, most) for cell in cells)
         texts = (Text(size(cell) if cell else "·", style) for cell, style in zip(cells, styles, strict=True))
         grid.add_row(Text(str(rank), "dim"), *texts)
     yield grid

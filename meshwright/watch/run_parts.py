@@ -18,11 +18,11 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.layout.rows import balance, causal_pairs
 from meshwright.spec.model.description import describe, layout_of, model_of
 from meshwright.spec.model.graph import parameter_count
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 
 if TYPE_CHECKING:
     from meshwright.engine.step import StepResult
-    from meshwright.record.speed import Pace
+    from meshwright.record.speed import RunSpeed
 
 DRAWN_RANKS = 16  # The header draws the layout of at most this many ranks.
 BARS = "▁▂▃▄▅▆▇█"
@@ -41,7 +41,7 @@ class RunView:
     steps: int
     loss: float | None = None
     grad_norm: float | None = None
-    pace: Pace | None = None
+    pace: RunSpeed | None = None
     counted: str | None = None
     skipped: int = 0
     not_finite: int = 0
@@ -103,7 +103,7 @@ def kind_words(config: Config) -> list[str]:
     if experts.count:
         words.append(f"{experts.count} experts, {experts.top_k} a token")
     if tune.adapts:
-        trained = sum(record.numel for record in model_of(config).records(ALONE).values() if record.trained)
+        trained = sum(record.numel for record in model_of(config).records(SINGLE_RANK).values() if record.trained)
         words.append(f"{tune.kind} of rank {tune.rank} trains {count(trained)}")
     return words
 
@@ -145,7 +145,7 @@ def schedule_line(config: Config, layout: Layout) -> str:
     return f"{config.pipeline.schedule}{f' x {chunks} chunks' if chunks > 1 else ''}, {batches}"
 
 
-def rate_words(r: StepResult, pace: Pace) -> list[str]:
+def rate_words(r: StepResult, pace: RunSpeed) -> list[str]:
     """Return the model's FLOP/s at the run's pace, the MFU if the device's peak is known, and the peak memory of any
     rank so far, as words.
     """

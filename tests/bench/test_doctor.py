@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.bench.diagnosis import Facts, Wanted, judge
+from meshwright.bench.diagnosis import Facts, Requirements, judge
 from meshwright.cli.main import main
 
 VERSIONS = {"meshwright": "1", "torch": "2.13"}
-WANTED = Wanted(1e9, 2e9, 100.0, 10.0, "runs/mine")
+WANTED = Requirements(1e9, 2e9, 100.0, 10.0, "runs/mine")
 
 
 def world() -> list[Facts]:
@@ -33,7 +33,7 @@ def world() -> list[Facts]:
 
 def test_nothing_is_off_in_a_healthy_world() -> None:
     assert [check for check in judge(world(), WANTED) if not check.ok] == []
-    assert [check for check in judge(world()[:1], Wanted()) if not check.ok] == []
+    assert [check for check in judge(world()[:1], Requirements()) if not check.ok] == []
 
 
 def test_the_network_s_interface_is_named() -> None:

@@ -15,7 +15,7 @@ import pytest
 import meshwright.cli.check as command
 from meshwright.cli.check import as_json, page
 from meshwright.cli.main import main
-from meshwright.config.exact_twin import Checked, exact_twin, fitting_layout
+from meshwright.config.exact_twin import ExactTwin, exact_twin, fitting_layout
 from meshwright.config.load import load_config
 from meshwright.config.recipes import read_recipe, recipe_names
 from meshwright.config.rules import TRAINING_RULES, check
@@ -110,7 +110,7 @@ def test_a_layout_that_fits_nproc_is_kept(tp: int, pp: int, ranks: int, dp: int)
     assert fitting_layout(its, 2 * its.least_world, ranks, given=True)[:2] == (its, dp * its.least_world)
 
 
-def checked(*words: str) -> Checked:
+def checked(*words: str) -> ExactTwin:
     """Return the config and the number of ranks that the command would run."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
@@ -284,7 +284,7 @@ def test_the_real_sizes_in_the_run_s_precision(config: str, capsys: pytest.Captu
 
 def test_monitored_values_of_the_objective_are_planned_once(config: str) -> None:
     pairs = load_config(config, CASES["preferences"])
-    assert len(pairs.monitored) == 1
+    assert len(pairs.monitored_names) == 1
     plan = predict_step(pairs, 4, samples=16)
     planned = planned_bytes(pairs, 4, 16, monitored=1)
     assert planned == {axis: dict(traffic._asdict()) for axis, traffic in plan.items()}

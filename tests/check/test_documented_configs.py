@@ -49,7 +49,7 @@ def test_the_pages_show_enough_configs() -> None:
 def test_a_shown_config_agrees_with_one_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "ranks_here", lambda: 8)
     shown = SHOWN[name]
-    # A whole config stands for itself. Fragments are settings of a small model.
+    # A whole config is checked as it is. Fragments are settings of a small model.
     base = {} if name.startswith("examples/") else yaml.safe_load(CONFIG)
     if "kind" in shown.get("model", {}) or "hf" in shown.get("model", {}):
         base = {key: value for key, value in base.items() if key != "model"}

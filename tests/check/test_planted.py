@@ -110,10 +110,10 @@ QUICK = ("swapped-box", "expert-gradients-doubled", "documents-unmasked")
 
 def planted_rank(rank: int, world: int, name: str, args: Any) -> None:
     """Run a rank of the command with the bug planted into its trainer."""
-    real = checking.Recorder
+    real = checking.GradientRecorder
     with ExitStack() as inside:
 
-        def with_bug(trainer: Trainer, take: Any) -> checking.Recorder:
+        def with_bug(trainer: Trainer, take: Any) -> checking.GradientRecorder:
             inside.enter_context(PLANTED[name].plant(trainer))
             return real(trainer, take)
 

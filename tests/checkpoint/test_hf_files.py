@@ -32,7 +32,7 @@ def saved(folder: Path, **sections: dict[str, Any]) -> Path:
     trainer = make_trainer(small_config(**sections))
     saver = Saver(trainer, folder, asynchronous=False, busy="wait", keep=0)
     saver.save()
-    saver.committed()
+    saver.wait_for_commit()
     return folder / "step-00000000"
 
 

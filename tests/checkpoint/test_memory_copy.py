@@ -22,16 +22,16 @@ from meshwright.checkpoint.keeper import (
     KEY,
     Copies,
     Header,
-    Held,
     Keeper,
     KeeperError,
     KeeperLink,
     KeeperProcess,
+    StoredCopy,
 )
 from meshwright.checkpoint.memory_copy import Keepers, MemoryCopies, MemoryReader, newest_whole
 from meshwright.checkpoint.save import Snapshot
 from meshwright.checkpoint.tensor_file import raw
-from meshwright.engine.sharding.remainders import plain
+from meshwright.engine.sharding.remainders import as_tensor
 from meshwright.plan.job import job_of
 from meshwright.plan.memory import copied_bytes
 from meshwright.record.checkpoint_format import DamagedCheckpoint
@@ -61,8 +61,8 @@ def environment(made: list[Keeper], node: int, generation: int = 0) -> dict[str,
     return {KEEPERS: json.dumps(where | {"generation": generation}), KEY: SECRET.hex()}
 
 
-def held(world: int = 2, generation: int = 0) -> Held:
-    return Held(world, generation, bytearray(b"list"), bytearray(b"data"))
+def held(world: int = 2, generation: int = 0) -> StoredCopy:
+    return StoredCopy(world, generation, bytearray(b"list"), bytearray(b"data"))
 
 
 def test_a_run_goes_on_from_memory_without_a_disk(
@@ -78,8 +78,8 @@ def test_a_run_goes_on_from_memory_without_a_disk(
     for name, value in environment(keepers, node=1).items():
         monkeypatch.setitem(os.environ, name, value)
     assert train(0, 1, sections, None, None)[0] == 4
-    until(lambda: keepers[0].copies.found())
-    assert [one.copies.found() for one in keepers] == [[[2, 0, 1, 0]]] * 2, "the last step is on disk"
+    until(lambda: keepers[0].copies.list_copies())
+    assert [one.copies.list_copies() for one in keepers] == [[[2, 0, 1, 0]]] * 2, "the last step is on disk"
     config = small_config(**sections)
     assert len(keepers[0].copies.get(2, 0).data) == copied_bytes(job_of(config, 1, host=True)) == 12 * 7216
 
@@ -99,7 +99,7 @@ def test_a_run_goes_on_from_memory_without_a_disk(
     assert ours.keys() == theirs.keys()
     assert all(values.tobytes() == theirs[name].tobytes() for name, values in ours.items())
 
-    known = Keepers.known(environment(keepers, node=0))
+    known = Keepers.from_environment(environment(keepers, node=0))
     assert known is not None and newest_whole(known) == 2
     reader = MemoryReader(known, 2)
     at_two = tensors(tmp_path / "straight" / "checkpoints" / "step-00000002")
@@ -120,7 +120,7 @@ def test_a_copy_goes_into_the_same_memory_each_time_and_is_that_of_its_step(tmp_
 
     def send(index: Any, snapshot: Any) -> None:
         assert go.wait(60)
-        values = [plain(values) for _, _, values in snapshot.blocks]
+        values = [as_tensor(values) for _, _, values in snapshot.blocks]
         addresses.append({each.data_ptr() for each in values})
         sent.append([bytes(raw(each.contiguous())) for each in values])
 
@@ -130,7 +130,7 @@ def test_a_copy_goes_into_the_same_memory_each_time_and_is_that_of_its_step(tmp_
         trainer.step()
         go.clear()
         copies.save()
-        expected.append([bytes(raw(plain(v).detach().contiguous())) for _, _, v in Snapshot(trainer).blocks])
+        expected.append([bytes(raw(as_tensor(v).detach().contiguous())) for _, _, v in Snapshot(trainer).blocks])
         # Change the state before the copy may be sent.
         trainer.step()
         go.set()
@@ -169,16 +169,16 @@ def test_the_plan_knows_the_bytes_of_a_copy_on_every_layout(tmp_path: Path) -> N
 
 def test_a_copy_is_whole_when_every_rank_of_one_generation_has_given_its_part(keepers: list[Keeper]) -> None:
     """Until then it is not loaded: a run never resumes from shards of two different states."""
-    known = Keepers.known(environment(keepers, node=0))
+    known = Keepers.from_environment(environment(keepers, node=0))
     assert known is not None and newest_whole(known) == 0
     for rank in range(3):
-        keepers[0].copies.put(10, rank, held(4))
+        keepers[0].copies.store(10, rank, held(4))
     assert newest_whole(known) == 0
-    keepers[1].copies.put(10, 3, held(4, generation=1))
+    keepers[1].copies.store(10, 3, held(4, generation=1))
     assert newest_whole(known) == 0, "the last shard is of another generation"
-    keepers[1].copies.put(10, 3, held(4))
+    keepers[1].copies.store(10, 3, held(4))
     assert newest_whole(known) == 10
-    keepers[0].copies.put(20, 0, held(4))
+    keepers[0].copies.store(20, 0, held(4))
     assert newest_whole(known) == 10
 
 
@@ -186,21 +186,21 @@ def test_each_rank_is_kept_by_its_own_node_and_the_next() -> None:
     addresses = [["10.0.0.1", 1], ["10.0.0.2", 2], ["10.0.0.3", 3]]
     for node, names in ((0, ["10.0.0.1", "10.0.0.2"]), (2, ["10.0.0.3", "10.0.0.1"])):
         text = json.dumps({"addresses": addresses, "nodes": 3, "node": node, "generation": 0})
-        known = Keepers.known({KEEPERS: text, KEY: "00"})
+        known = Keepers.from_environment({KEEPERS: text, KEY: "00"})
         assert known is not None and [host for host, _ in known.holders] == names
     alone = Keepers([("127.0.0.1", 1)], 1, 0, 0, b"")
-    assert alone.holders == [("127.0.0.1", 1)] and Keepers.known({}) is None
+    assert alone.holders == [("127.0.0.1", 1)] and Keepers.from_environment({}) is None
 
 
 def test_what_is_forgotten() -> None:
     copies = Copies()
     for step in (2, 4, 6):
-        copies.put(step, 0, held())
-    copies.put(6, 1, held())
-    assert copies.found() == [[4, 0, 2, 0], [6, 0, 2, 0], [6, 1, 2, 0]]
+        copies.store(step, 0, held())
+    copies.store(6, 1, held())
+    assert copies.list_copies() == [[4, 0, 2, 0], [6, 0, 2, 0], [6, 1, 2, 0]]
     # The run went back to an earlier step, with fewer ranks.
-    copies.put(3, 0, held(1, generation=1))
-    assert copies.found() == [[3, 0, 1, 1]], "later steps of an earlier generation would be loaded otherwise"
+    copies.store(3, 0, held(1, generation=1))
+    assert copies.list_copies() == [[3, 0, 1, 1]], "later steps of an earlier generation would be loaded otherwise"
 
 
 PUT: Header = {"op": "put", "step": 9, "rank": 0, "world": 1, "generation": 0}
@@ -251,7 +251,7 @@ def test_what_was_overheard_is_good_for_nothing(keepers: list[Keeper]) -> None:
 
 def test_rubbish_changes_nothing(keepers: list[Keeper]) -> None:
     """Malformed requests change no copy, and the keeper answers others while they are open and afterwards."""
-    keepers[0].copies.put(5, 0, held(1))
+    keepers[0].copies.store(5, 0, held(1))
     open_ones = []
     for header in SIGNED:
         with KeeperLink("127.0.0.1", keepers[0].port, SECRET) as link, pytest.raises(KeeperError):

@@ -16,7 +16,7 @@ from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
 from meshwright.comm.mesh import Mesh
 from meshwright.config.sections import Config
-from meshwright.engine.sharding.remainders import plain
+from meshwright.engine.sharding.remainders import as_tensor
 from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import layout_of
 from tests.checkpoint.runs import tensors
@@ -175,7 +175,7 @@ def work(rank: int, world: int, jobs: list[Job]) -> list[list[list[int]]]:
         read.append(by_step)
         saver = Saver(trainer, Path(job.target), asynchronous=False, busy="wait", keep=0)
         saver.save()
-        saver.committed()
+        saver.wait_for_commit()
         # Free the memory of this trainer before the next one is made.
         del trainer, saver
         gc.collect()
@@ -211,7 +211,7 @@ def undisturbed(
         for slot in state.buffer.slots:
             low, high = state.holds(slot)
             if low < high:
-                local = plain(state.values(slot, low, high)).view(state.own_record(slot).local_shape)
+                local = as_tensor(state.values(slot, low, high)).view(state.own_record(slot).local_shape)
                 whole[f"{state.name}/{slot.record.name}"] = local.numpy()
     return whole, read
 

@@ -15,7 +15,7 @@ import pytest
 from meshwright.check.oracle import whole_locals
 from meshwright.checkpoint.load import Reader
 from meshwright.engine.sharding.buffers import REPLICA_STATE
-from meshwright.engine.sharding.remainders import plain
+from meshwright.engine.sharding.remainders import as_tensor
 from meshwright.engine.step import Trainer
 from tests.engine.replica_runs import Sections, Whole, replicas
 from tests.engine.sums import placed
@@ -51,7 +51,7 @@ def twice(rank: int, world: int, cases: list[Sections], folder: str, steps: int)
 
 
 def bytes_of(trainer: Trainer) -> list[tuple[str, list[bytes]]]:
-    return [(state.name, [plain(x).numpy().tobytes() for x in state.tensors]) for state in trainer.states()]
+    return [(state.name, [as_tensor(x).numpy().tobytes() for x in state.tensors]) for state in trainer.states()]
 
 
 def check_goes_on(world: int, cases: list[Sections], folder: Path, steps: int) -> None:

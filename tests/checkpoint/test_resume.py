@@ -78,10 +78,10 @@ def test_resume_is_bit_identical_over_forty_steps(layout: str, precision: str, t
 
 def train_with_clocks_that_differ(rank: int, world: int, sections: Any) -> tuple[int, int]:
     """Train with a save due at every third step on rank 0, and at every step on rank 1. Only rank 0 may decide."""
-    from meshwright.run.loop import Saving
+    from meshwright.run.loop import SaveHook
 
     calls = itertools.count(1)
-    Saving.wants_save = lambda self: rank == 1 or next(calls) % 3 == 0  # type: ignore[method-assign]
+    SaveHook.wants_save = lambda self: rank == 1 or next(calls) % 3 == 0  # type: ignore[method-assign]
     return train(rank, world, sections, None, None)
 
 
@@ -180,12 +180,12 @@ def test_what_a_start_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert resume._candidates(ours, str(twin)) == [1, 0, 40, 20], "it continues from its own"
     assert resume._candidates(ours, str(base)) == [1, 0, 40, 20] and resume._candidates(fresh, str(base)) == [0, 0]
     assert resume._candidates(fresh, str(run)) == [0, 0, 40] and resume._candidates(fresh, str(twin)) == [0, 0, 7]
-    assert resume._named(str(run), [40]) == ours / fmt.folder_name(40), "not a step of the folder run@40"
+    assert resume._resolve_source(str(run), [40]) == ours / fmt.folder_name(40), "not a step of the folder run@40"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     assert resume._candidates(ours, f"{run}@20") == [0, 1], "the first ranks died before they could go back"
     for job, expected in (("b", False), ("a", True)):
-        fmt.write_json(ours / resume.WENT_BACK, {"job": job, "source": f"{run}@10"})
+        fmt.write_json(ours / resume.ROLLBACK_FILE, {"job": job, "source": f"{run}@10"})
         assert resume._went_back(ours, f"{run}@10") == expected and not resume._went_back(ours, f"{run}@20")
     assert resume._candidates(ours, f"{run}@10") == [1, 0, 40, 20], "@10 was there when the job began"
 

@@ -23,7 +23,7 @@ import meshwright.checkpoint.save as save
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.resume import resume
 from meshwright.checkpoint.save import Saver
-from meshwright.engine.sharding.remainders import plain, tensors_of
+from meshwright.engine.sharding.remainders import as_tensor, tensors_of
 from meshwright.engine.step import Trainer
 from meshwright.errors import UserError
 from meshwright.record import checkpoint_format as fmt
@@ -49,7 +49,7 @@ def state_of(trainer: Trainer) -> dict[str, np.ndarray]:
     out = {}
     for state in trainer.states():
         for slot in state.buffer.slots:
-            local = plain(state.values(slot, 0, slot.record.numel)).view(slot.record.local_shape)
+            local = as_tensor(state.values(slot, 0, slot.record.numel)).view(slot.record.local_shape)
             out[f"{state.name}/{slot.record.name}"] = local.detach().clone().numpy()
     return out
 
@@ -93,7 +93,7 @@ def test_the_contents_are_those_of_the_call_while_training_goes_on(
         trainer.step()
     assert fmt.list_checkpoints(tmp_path) == [], "no checkpoint exists before all is written"
     gate.open.set()
-    saver.committed()
+    saver.wait_for_commit()
     ((step, path),) = fmt.list_checkpoints(tmp_path)
     index = fmt.read_index(path)
     assert (step, index.step, index.consumed, index.state["updates"]) == (1, 1, consumed, 1)
@@ -130,7 +130,7 @@ def test_only_the_next_update_waits_for_the_copy(tmp_path: Path, monkeypatch: py
     assert step.is_alive() and same(state_of(trainer), expected), "the update waits"
     go.set()
     step.join(60)
-    saver.committed()
+    saver.wait_for_commit()
     ((_, path),) = fmt.list_checkpoints(tmp_path)
     assert same(tensors(path), expected) and not same(state_of(trainer), expected)
 
@@ -147,7 +147,7 @@ def test_loading_needs_no_more_than_a_few_blocks_beside_the_state(
     trainer = make_trainer(config)
     saver = saver_of(trainer, tmp_path, asynchronous=False)
     saver.save()
-    saver.committed()
+    saver.wait_for_commit()
     ((_, path),) = fmt.list_checkpoints(tmp_path)
     for tensor in (half for state in trainer.states() for share in state.tensors for half in tensors_of(share)):
         # Touch all of its memory, so that the operating system does not allocate it during the load.
@@ -186,7 +186,7 @@ def test_a_save_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.
     threading.Timer(0.2, gate.open.set).start()
     saver.save()
     assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [1], "the first save ends before the second begins"
-    saver.committed()
+    saver.wait_for_commit()
     assert gate.most == 1
     checkpoints = fmt.list_checkpoints(tmp_path)
     assert all(same(tensors(path), state) for (_, path), state in zip(checkpoints, states, strict=True))
@@ -205,12 +205,12 @@ def test_a_save_is_skipped_while_one_is_under_way_but_not_the_last(
     trainer.step()
     threading.Timer(0.2, gate.open.set).start()
     assert saver.save(last=True)
-    saver.committed()
+    saver.wait_for_commit()
     assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == [1, 3], "2 was skipped, the last state is saved"
     assert gate.most == 1
     trainer.step()
     assert saver.save(), "no save is in progress any longer"
-    saver.committed()
+    saver.wait_for_commit()
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
@@ -220,7 +220,7 @@ def test_keep(keep: int, left: list[int], tmp_path: Path) -> None:
     for _ in range(4):
         trainer.step()
         saver.save()
-    saver.committed()
+    saver.wait_for_commit()
     assert [step for step, _ in fmt.list_checkpoints(tmp_path)] == left
     assert sorted(path.name for path in tmp_path.iterdir()) == [fmt.folder_name(step) for step in left]
 
@@ -298,7 +298,7 @@ def test_the_last_save_is_made_again_if_it_fails(
     saver = saver_of(trainer, tmp_path)
     disk.fails = 1
     saver.save(last=True)
-    saver.committed()
+    saver.wait_for_commit()
     stderr = capsys.readouterr().err
     assert "choose another checkpoint.dir; it is tried once more now\n" in stderr and "next" not in stderr
     assert same(tensors(fmt.list_checkpoints(tmp_path)[-1][1]), state_of(trainer))
@@ -374,7 +374,7 @@ def slow_commit(rank: int, world: int, folder: str) -> tuple[list[str], bool]:
     saver = Saver(trainer, Path(folder), True, "wait", 2)
     trainer.step()
     saver.save(last=True)
-    saver.committed()
+    saver.wait_for_commit()
     return looked, len(fmt.list_checkpoints(Path(folder))) == 1
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.bench.comm import counted
+from meshwright.bench.comm import count_calls
 from meshwright.bench.fit import fit_links
 from meshwright.bench.links import measure_links
-from meshwright.bench.request import OPS, Request
+from meshwright.bench.request import OPS, MeasurementRequest
 from meshwright.cli.main import main
 from meshwright.comm.mesh import Mesh
 from meshwright.device import Device
@@ -75,10 +75,12 @@ def links_of_two_nodes(rank: int, world: int) -> Any:
 
     Return the points and the ledger's counts. Groups of pp span both nodes.
     """
-    request = Request(Layout(world, pp=2, node_size=2), ("dp", "pp"), ("all_reduce", "send"), (1024, 4096), 0.002)
+    request = MeasurementRequest(
+        Layout(world, pp=2, node_size=2), ("dp", "pp"), ("all_reduce", "send"), (1024, 4096), 0.002
+    )
     mesh = Mesh(request.layout, rank)
     points = measure_links(mesh, Device("cpu"), request.axes, request.ops, request.sizes, 0.002, lambda text: None)
-    return points, counted(mesh, request.axes)
+    return points, count_calls(mesh, request.axes)
 
 
 def test_four_ranks_on_two_nodes_have_both_classes_of_links() -> None:

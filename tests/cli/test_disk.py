@@ -14,10 +14,10 @@ import pytest
 
 from meshwright import disk
 from meshwright.cli import main as command
-from meshwright.disk import check_writable, mistake_of, refused
+from meshwright.disk import check_writable, mistake_of, refusal
 from meshwright.errors import UserError
 from meshwright.interop.hf import written_aside
-from meshwright.launch.launch import guarded
+from meshwright.launch.launch import run_guarded
 from tests.support.waiting import HANG_S
 
 CAUSES = {
@@ -37,13 +37,13 @@ def error_of(number: int, path: Path | None = None) -> OSError:
 
 @pytest.mark.parametrize("number", CAUSES, ids=errno.errorcode.get)
 def test_each_cause_has_its_fix(number: int, tmp_path: Path) -> None:
-    message = str(refused("it can't be written", error_of(number), tmp_path / "a" / "b", "another run.dir"))
+    message = str(refusal("it can't be written", error_of(number), tmp_path / "a" / "b", "another run.dir"))
     assert message.startswith(f"it can't be written ({os.strerror(number)}): {CAUSES[number].format(at=tmp_path)}")
 
 
 def test_a_name_in_a_folder_that_takes_none(tmp_path: Path) -> None:
     assert f"there is no 'a' in {tmp_path}: choose another place" in str(
-        refused("x", error_of(errno.ENOENT), tmp_path / "a")
+        refusal("x", error_of(errno.ENOENT), tmp_path / "a")
     )
 
 
@@ -108,7 +108,7 @@ def test_a_full_disk_under_a_rank_is_no_bug(tmp_path: Path) -> None:
         raise error_of(errno.ENOSPC, tmp_path / "a")
 
     with pytest.raises(SystemExit) as ended:
-        guarded(str(tmp_path), False, rank)
+        run_guarded(str(tmp_path), False, rank)
     assert ended.value.code == 2
     assert "the disk is full" in (tmp_path / "mistake-0-0").read_text()
 

@@ -15,10 +15,10 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.config.comm import EmulateConfig, LinkConfig
 from meshwright.config.load import config_from
-from meshwright.engine.sharding.compression.sparse import Sparse
+from meshwright.engine.sharding.compression.sparse import TopKCodec
 from meshwright.lab.pick import algorithm_seconds, fastest, links_of
-from meshwright.lab.savings import Turns, making_work
-from meshwright.lab.techniques import expected, techniques, with_links
+from meshwright.lab.savings import TechniqueRun, making_work
+from meshwright.lab.techniques import planned_figures, techniques, with_links
 from meshwright.plan.cluster import Cluster, load_cluster
 from meshwright.plan.cost import predict_cost
 from meshwright.plan.efficiency import ClusterNetwork
@@ -145,7 +145,7 @@ def test_experts_by_node_are_a_technique_where_ep_spans_nodes(ep: int, offered: 
     assert ("experts by node" in by_name) == offered
     if offered:
         cluster = load_cluster("h100-80g-dgx")
-        plain, own = (expected(by_name[name], job, cluster) for name in ("as configured", "experts by node"))
+        plain, own = (planned_figures(by_name[name], job, cluster) for name in ("as configured", "experts by node"))
         assert own.sent["ep.across"] == pytest.approx(8 / 15 * plain.sent["ep"], rel=0.01)
         assert own.sent["ep.node"] == pytest.approx(14 / 15 * plain.sent["ep"], rel=0.01) and own.step_s > plain.step_s
 
@@ -156,14 +156,14 @@ def without_a_processor(rank: int, world: int) -> tuple[float, float]:
     Return the measured processor time of making the messages, and the time that the prediction assumes for it.
     """
     trainer = make_trainer(small_config(comm={"reduce": {"kind": "topk"}}), rank, world)
-    encode = Sparse.encode
+    encode = TopKCodec.encode
 
-    def waits(self: Sparse, *given: object) -> object:
+    def waits(self: TopKCodec, *given: object) -> object:
         time.sleep(0.2)
         return encode(self, *given)  # type: ignore[arg-type]
 
-    Sparse.encode = waits  # type: ignore[assignment,method-assign]
-    own, turn = Turns(trainer), Turns(trainer)
+    TopKCodec.encode = waits  # type: ignore[assignment,method-assign]
+    own, turn = TechniqueRun(trainer), TechniqueRun(trainer)
     own.times, own.work, turn.making = [0.6], [0.2], [0.01]
     return making_work(trainer), turn.making_seconds(own)
 

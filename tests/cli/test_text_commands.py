@@ -230,7 +230,7 @@ def test_the_end_of_the_context_is_said(folder: Path, capsys: pytest.CaptureFixt
 def save_run(folder: Path, config: Config) -> None:
     saver = Saver(make_trainer(config), folder / "checkpoints", asynchronous=False, busy="wait", keep=0)
     saver.save()
-    saver.committed()
+    saver.wait_for_commit()
 
 
 def test_a_run_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from meshwright.cli.main import main
 from meshwright.cli.train import say_start
 from meshwright.config.load import load_config
 from meshwright.errors import UserError
-from meshwright.launch.processes import Place, find_place, first_host, rendezvous
+from meshwright.launch.processes import ProcessPlace, find_place, first_host, rendezvous
 from tests.support.oracle import small_config
 from tests.support.ports import reserved_port
 from tests.support.waiting import HANG_S
@@ -119,14 +119,14 @@ def test_the_same_losses_under_torchrun_and_in_one_process(folder: Path) -> None
 
 
 def test_places() -> None:
-    assert find_place({}) == Place(0, 1, 0, 1)
-    assert find_place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}) == Place(
+    assert find_place({}) == ProcessPlace(0, 1, 0, 1)
+    assert find_place({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}) == ProcessPlace(
         5, 8, 1, 4, True
     )
     slurm = {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_NNODES": "2", "SLURM_JOB_ID": "77"}
-    assert find_place(slurm) == Place(), "a batch script, not a step of srun"
+    assert find_place(slurm) == ProcessPlace(), "a batch script, not a step of srun"
     slurm["SLURM_STEP_ID"] = "0"
-    assert find_place(slurm) == Place(9, 16, 1, 8, True)
+    assert find_place(slurm) == ProcessPlace(9, 16, 1, 8, True)
     assert rendezvous(slurm | {"SLURM_STEP_NODELIST": "gpu[07-09,12],x1"}) == ("gpu07", 12387)
     assert rendezvous({"MASTER_ADDR": "h", "MASTER_PORT": "1"}) == ("h", 1)
     for wrong in ({"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "5", "WORLD_SIZE": "2"}, slurm | {"SLURM_NTASKS": "9"}):

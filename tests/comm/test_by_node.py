@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.comm.by_node import ByNode, exchange_by_node, exchange_evenly
+from meshwright.comm.by_node import NodeGroups, exchange_by_node, exchange_evenly
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.ops import all_to_all
 from meshwright.plan.cluster import load_cluster
@@ -36,7 +36,7 @@ def exchanged(rank: int, world: int, here: int) -> list[tuple[torch.Tensor, torc
     back.
     """
     mesh, rows = Mesh(layout_of(world, here), rank), rows_sent(world)
-    ep, by_node = mesh.group("ep"), ByNode(mesh.group("ep.node"), mesh.group("ep.across"))
+    ep, by_node = mesh.group("ep"), NodeGroups(mesh.group("ep.node"), mesh.group("ep.across"))
     sends, receives = rows[rank], [each[rank] for each in rows]
     _, passed = exchange_evenly(torch.tensor(sends)[:, None], by_node)
     middle, found = passed.flatten().tolist(), []

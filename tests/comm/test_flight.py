@@ -45,7 +45,7 @@ def stuck_at_first(calls: int, first: str = "all_reduce", **sizes: int) -> Fligh
 @pytest.mark.parametrize("calls", [1, 64, 65, 300, 5000])
 def test_the_call_that_holds_up_the_device_is_kept(calls: int) -> None:
     flight = stuck_at_first(calls)
-    held = flight.holding()
+    held = flight.blocking_call()
     assert held is not None and (held.number, held.layer) == (1, 0)
     assert len(flight.unreached) <= 4096 and len(flight.last) == min(calls, 64)
     assert [call.number for call in flight.around("tp:0", 1)] == list(range(1, min(calls, 5) + 1))
@@ -61,7 +61,7 @@ def test_calls_that_the_device_has_passed_are_forgotten_and_their_events_used_ag
     launch(flight)
     assert not flight.unreached and [call.number for call in flight.passed] == list(range(10, 18))
     assert len(flight.spare_events) == 17 and all(event.reached for event in flight.spare_events)
-    held = flight.holding()
+    held = flight.blocking_call()
     assert held is calls[18], "17 is the oldest of the last four, and was reached"
     assert [call.number for call in flight.around("tp:0", 19)] == [15, 16, 17, 18, 19, 20, 21]
 
@@ -73,13 +73,13 @@ def test_a_call_that_is_waited_for_late_is_watched() -> None:
     early.since = None
     for _ in range(10):
         launch(flight, reached=True)
-    assert flight.holding() is None and early not in flight.last
+    assert flight.blocking_call() is None and early not in flight.last
     early.since, early.event = early.started, Event()
     flight.end(early)
-    assert flight.holding() is early
+    assert flight.blocking_call() is early
     early.event.reached = True
     launch(flight, reached=True)
-    assert flight.holding() is None and early in flight.passed
+    assert flight.blocking_call() is None and early in flight.passed
 
 
 def test_a_group_may_begin_while_its_numbers_are_copied() -> None:
@@ -89,7 +89,7 @@ def test_a_group_may_begin_while_its_numbers_are_copied() -> None:
     late = RecordedCall("new:0", "new", "all_reduce", "forward", None, 8, (0, 1), number=1)
     late.started = held.started + 1.0
     flight.last.append(late)
-    assert flight.begun(held)["new:0"] == 0
+    assert flight.calls_begun(held)["new:0"] == 0
 
 
 def state_of(rank: int, flight: FlightRecord, asked: tuple[str, int] | None = None) -> dict[str, Any]:
@@ -103,10 +103,10 @@ def state_of(rank: int, flight: FlightRecord, asked: tuple[str, int] | None = No
 
 
 def explanation(flights: list[FlightRecord], rank: int = 0) -> str:
-    held = flights[rank].holding()
+    held = flights[rank].blocking_call()
     assert held is not None
     states = {r: state_of(r, flight, (held.group, held.number)) for r, flight in enumerate(flights)}
-    return explain(held.plain(), rank, 5.0, states.get)
+    return explain(held.to_plain(), rank, 5.0, states.get)
 
 
 def test_ranks_that_disagree_long_before_the_last_call() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from meshwright.comm import lost_ranks
-from meshwright.comm.lost_ranks import ErrorPoll, leave_errors_to_us, say_present, who_is_lost
+from meshwright.comm.lost_ranks import ErrorPoll, describe_lost_ranks, leave_errors_to_us, record_presence
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import EXIT_CODE
 from meshwright.record import ending
@@ -196,7 +196,7 @@ class Answers:
     def __init__(self, said: dict[int, str | None]) -> None:
         self.values, self.requests = dict[str, str](), 0
         for rank, left in said.items():
-            say_present(self, rank, left)  # type: ignore[arg-type]
+            record_presence(self, rank, left)  # type: ignore[arg-type]
 
     def set(self, key: str, value: str) -> None:
         self.values[key] = value
@@ -221,22 +221,22 @@ class Answers:
     ],
 )
 def test_who_is_lost(states: dict[int, str | None], clause: str) -> None:
-    assert who_is_lost(Answers(states), 3, time.monotonic()) == clause  # type: ignore[arg-type]
+    assert describe_lost_ranks(Answers(states), 3, time.monotonic()) == clause  # type: ignore[arg-type]
 
 
 def test_who_is_lost_among_thousands_takes_few_requests() -> None:
     store = Answers({rank: None for rank in range(4096) if rank not in (7, 4000)})
-    assert who_is_lost(store, 4096, time.monotonic()) == "ranks [7, 4000] do not answer (stopped or dead)"  # type: ignore[arg-type]
+    assert describe_lost_ranks(store, 4096, time.monotonic()) == "ranks [7, 4000] do not answer (stopped or dead)"  # type: ignore[arg-type]
     assert store.requests < 60
     assert max(map(len, store.values.values())) < 10
 
 
 def test_a_store_of_torch_s_says_who_is_lost() -> None:
     store = PrefixStore("watchdog/0", TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    say_present(store, 0)
-    say_present(store, 2, "ValueError: no")
+    record_presence(store, 0)
+    record_presence(store, 2, "ValueError: no")
     expected = "rank 1 does not answer (stopped or dead); rank 2 has left (ValueError: no)"
-    assert who_is_lost(store, 3, time.monotonic()) == expected
+    assert describe_lost_ranks(store, 3, time.monotonic()) == expected
 
 
 def test_the_launcher_is_told_instead_of_the_terminal(monkeypatch: Any, capsys: Any) -> None:

@@ -374,7 +374,7 @@ def stuck_among_thousands(asked: bool) -> tuple[Watchdog, MemoryStore]:
         call = RecordedCall("world:0", "world", "all_reduce", "reduce", None, 64, range(4096))
         mesh.flight.begin(call)
     watch = Watchdog(mesh, 10.0, None, CPU)
-    held = mesh.flight.holding()
+    held = mesh.flight.blocking_call()
     assert held is not None
     watch._asked = (held.group, held.number) if asked else None
     return watch, store

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.config.load import config_from, flat, merged, nested, to_mapping
+from meshwright.config.load import config_from, flat, merge_sections, nest, to_mapping
 from meshwright.config.rules import first_broken_rule
 from meshwright.config.sections import Config
 from meshwright.config.yaml_text import parse_yaml
@@ -21,7 +21,7 @@ def made(*sections: dict[str, Any]) -> Config:
     """Return a small config with some sections changed."""
     changed: dict[str, Any] = {"model": MODEL, "train": TRAIN, "data": {"prefixes": ["made"]}}
     for section in sections:
-        changed = merged(changed, section)
+        changed = merge_sections(changed, section)
     return config_from(changed)
 
 
@@ -51,7 +51,7 @@ def test_what_is_advised_runs(name: str) -> None:
     choices = advised(sentence)
     assert choices
     for keys in choices:
-        assert first_broken_rule(made(sections, nested(keys)), world) is None, keys
+        assert first_broken_rule(made(sections, nest(keys)), world) is None, keys
 
 
 def test_advice_is_read_from_its_sentence() -> None:
@@ -71,7 +71,7 @@ def test_a_micro_batch_is_not_called_the_same_where_losses_are_of_micro_batches(
 
 @pytest.mark.parametrize("key", ["layout.tp_kind", "checkpoint.dir", "model.preset"])
 def test_a_word_left_out_is_an_empty_one(key: str) -> None:
-    given = made(nested({key: parse_yaml("", key)}))
+    given = made(nest({key: parse_yaml("", key)}))
     assert flat(to_mapping(given))[key] == ""
 
 

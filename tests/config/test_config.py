@@ -19,7 +19,7 @@ from meshwright.config.sections import ModelConfig
 from meshwright.config.yaml_text import parse_yaml
 from meshwright.errors import UserError
 from meshwright.spec.model.description import describe
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 
 SMALL = {"model": {"layers": 4, "hidden": 64, "heads": 4, "vocab": 100, "seq": 32}, "data": {"prefixes": ["a"]}}
 
@@ -233,7 +233,7 @@ PUBLISHED = {"mixtral-8x7b": 46.7e9, "qwen3-30b-a3b": 30.5e9, "olmoe-7b": 6.9e9,
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_mixtures_have_as_many_parameters_as_published(name: str) -> None:
     model = config_from({"model": {"preset": name}, "data": {"prefixes": ["a"]}}).model
-    count = sum(math.prod(record.shape) for record in describe(model).records(ALONE).values())
+    count = sum(math.prod(record.shape) for record in describe(model).records(SINGLE_RANK).values())
     assert count == pytest.approx(PUBLISHED[name], rel=0.01)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from meshwright.config.features import FEATURES, Feature, exclusions
 from meshwright.config.kinds import MODEL_KINDS, ModelKind
-from meshwright.config.load import config_from, config_keys, flat, merged, nested
+from meshwright.config.load import config_from, config_keys, flat, merge_sections, nest
 from meshwright.config.rules import check, first_broken_rule
 from meshwright.config.sections import Config
 from meshwright.device import Device
@@ -44,9 +44,9 @@ EXAMPLES: dict[str, Sections] = {
     "window": {"model": {"window": 8}},
     "latent": {"model": {"latent": LATENT, "position": "rope", "bias": False}},
     "experts": EXPERTS,
-    "aux_loss": merged(EXPERTS, {"model": {"experts": {"aux_loss": 0.01}}}),
-    "z_loss": merged(EXPERTS, {"model": {"experts": {"z_loss": 0.01}}}),
-    "bias_balance": merged(EXPERTS, {"model": {"experts": {"bias_balance": 0.001, "router": "sigmoid"}}}),
+    "aux_loss": merge_sections(EXPERTS, {"model": {"experts": {"aux_loss": 0.01}}}),
+    "z_loss": merge_sections(EXPERTS, {"model": {"experts": {"z_loss": 0.01}}}),
+    "bias_balance": merge_sections(EXPERTS, {"model": {"experts": {"bias_balance": 0.001, "router": "sigmoid"}}}),
     "second_positions": {"model": {"kind": "glm", "position": "learned"}},
     "token_types": {"model": {"kind": "bert"}},
     "reset_attention": {"data": {"reset_attention": True}},
@@ -54,10 +54,10 @@ EXAMPLES: dict[str, Sections] = {
     "pp": {"layout": {"pp": 2}},
     "sequence_parallel": {"layout": {"tp": 2, "sequence_parallel": True}},
     "cp": {"layout": {"cp": 2}},
-    "ep": merged(EXPERTS, {"layout": {"ep": 2}}),
+    "ep": merge_sections(EXPERTS, {"layout": {"ep": 2}}),
     "zero": {"zero": {"stage": 1}},
     "zero3": {"zero": {"stage": 3}},
-    "node_shards": merged(NODES, {"zero": {"stage": 3, "shard_group": "node"}}),
+    "node_shards": merge_sections(NODES, {"zero": {"stage": 3, "shard_group": "node"}}),
     "optimizer_offload": {"zero": {"offload": {"optimizer": "cpu"}}},
     "parameter_offload": {"zero": {"stage": 3, "offload": {"params": "cpu"}}},
     "fp16": {"train": {"precision": "fp16"}},
@@ -74,7 +74,7 @@ EXAMPLES: dict[str, Sections] = {
     "compression": {"comm": {"reduce": {"kind": "int8"}}},
     "adaptive": {"comm": {"reduce": {"adaptive": True}}},
     "algorithm": {"comm": {"algorithm": {"dp": "ring"}}},
-    "node_copy": merged(NODES, {"zero": {"stage": 3}, "comm": {"gather": {"node_copy": True}}}),
+    "node_copy": merge_sections(NODES, {"zero": {"stage": 3}, "comm": {"gather": {"node_copy": True}}}),
     "replicas": {"layout": {"replicas": 2}},
     "server": {"train": {"server": {"ranks": 1}}},
     "elastic": {"faults": {"elastic": True}},
@@ -137,7 +137,7 @@ def combined(*sections: Sections) -> Config | None:
         if any(given.get(key, value) != value for key, value in keys.items()):
             return None
         given |= keys
-        result = merged(result, section)
+        result = merge_sections(result, section)
     layout = result.get("layout", {})
     if "node_size" in layout:
         # Each node holds two data-parallel ranks.
@@ -164,7 +164,7 @@ def test_every_feature_has_an_example_that_uses_it_and_states_what_it_refuses() 
     names = list(FEATURES)
     for at, (name, feature) in enumerate(FEATURES.items()):
         config = combined(EXAMPLES[name])
-        assert config is not None and feature.used(config), name
+        assert config is not None and feature.is_used(config), name
         assert feature.refuses.keys() <= set(names[:at]), f"{name} answers for the features above it"
         assert feature.key in {key.rstrip("=") for key in config_keys()}, name
 
@@ -205,7 +205,9 @@ def test_every_pair_that_is_refused_says_so_with_a_fix_that_works() -> None:
         for keys in advised(sentence):
             assert all(f"{key}=" in sentence.rsplit(": ", 1)[0] for key in keys), sentence
             try:
-                fixed = config_from(merged(merged(merged(BASE, ALL[one]), ALL[other]), nested(keys)))
+                fixed = config_from(
+                    merge_sections(merge_sections(merge_sections(BASE, ALL[one]), ALL[other]), nest(keys))
+                )
             except UserError as error:
                 # The fix may lead to another refusal that is right: balance losses need experts, a grid its ranks.
                 assert re.search("needs experts, and there are none|4 ranks, and layout.tp=1: set", str(error))
@@ -243,6 +245,6 @@ def test_a_model_of_transformers_takes_a_step_with_all_that_it_supports(name: st
     """
     from tests.models.planned_families import config_of, write_tiny
 
-    sections = merged({"data": {"reset_positions": name == "reset_attention"}}, EXAMPLES[name])
+    sections = merge_sections({"data": {"reset_positions": name == "reset_attention"}}, EXAMPLES[name])
     config = config_of(write_tiny("granite", tmp_path), sections)
     assert run_rank(config, world_of(config), 0, Device("cpu")).updated

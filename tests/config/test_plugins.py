@@ -29,7 +29,7 @@ from meshwright.plugins import load_plugins, loaded_plugins
 from meshwright.spec.layout.norms import NORMS, NormKind
 from meshwright.spec.model.description import model_of
 from meshwright.spec.model.gpt import NormPart
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 from tests.docs.pages import ROOT
 from tests.support.oracle import small_config
 from tests.support.waiting import HANG_S
@@ -66,7 +66,7 @@ def test_a_config_names_what_a_plugin_brings(folder: Path) -> None:
     with pytest.raises(UserError, match="model.norm=scalenorm is not one of layernorm, rmsnorm"):
         small_config(**sections)
     config = small_config(**sections, run={"plugins": ["plugin_a"]})
-    norms = [record.shape for name, record in model_of(config).records(ALONE).items() if "norm1.weight" in name]
+    norms = [record.shape for name, record in model_of(config).records(SINGLE_RANK).items() if "norm1.weight" in name]
     assert norms == [(1,)] * 4 and config.pipeline.schedule == "mine" and "plugin_a" in loaded_plugins()
     # Loading a plugin again changes nothing.
     load_plugins(["plugin_a"])

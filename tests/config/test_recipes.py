@@ -17,7 +17,7 @@ from meshwright.config.sections import Config
 from meshwright.config.step_schedules import consumed_after
 from meshwright.config.twin import tiny_config, twin
 from meshwright.plan.memory import largest
-from meshwright.plan.recipes import compared, markdown
+from meshwright.plan.recipes import markdown, predict_recipe
 from meshwright.spec.model.description import describe, layout_of
 from meshwright.spec.model.graph import parameter_count
 
@@ -56,13 +56,13 @@ def test_its_steps_see_the_published_tokens(name: str) -> None:
     if "tokens" in published:
         seen = consumed_after(config, config.train.steps) * config.model.seq
         assert seen == pytest.approx(float(published["tokens"]), rel=0.01)
-    comparison = compared(name)
+    comparison = predict_recipe(name)
     assert comparison.memory_gib <= comparison.cost.cluster.device.memory_gib
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if read_recipe(name).published.get("tflops")])
 def test_published_speeds_are_close(name: str) -> None:
-    comparison = compared(name)
+    comparison = predict_recipe(name)
     if comparison.recipe.published["counts"] == "whole run":
         assert comparison.error is None, "hours of a whole run are no speed of a step"
         assert comparison.published_hours and comparison.predicted_hours
@@ -72,7 +72,7 @@ def test_published_speeds_are_close(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_predictions_that_are_far_off_have_a_reason(name: str) -> None:
-    comparison = compared(name)
+    comparison = predict_recipe(name)
     longer = (comparison.predicted_hours or 0.0) > 1.2 * (comparison.published_hours or float("inf"))
     assert (abs(comparison.error or 0.0) > 0.2 or longer) == bool(comparison.recipe.why)
 
@@ -125,7 +125,7 @@ def test_the_table_has_published_beside_predicted(capsys: pytest.CaptureFixture[
     assert "%" not in deepseek and "2.66M" in deepseek
     assert main(["recipes", "bloom-176b", "--json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)
-    assert result["published"]["tflops"] == 150 and result["error"] == compared("bloom-176b").error
+    assert result["published"]["tflops"] == 150 and result["error"] == predict_recipe("bloom-176b").error
     assert main(["recipes", "blom-176b"]) == 2
     assert "did you mean 'bloom-176b'" in capsys.readouterr().err
 
@@ -202,8 +202,8 @@ def test_a_twin_of_replicas_has_two_and_a_batch_for_both() -> None:
 
 def test_what_is_frozen_is_neither_summed_nor_updated() -> None:
     """Eight GPUs train adapters eight times as fast as one, and 4-bit weights take 17/32 byte instead of 2."""
-    one, eight = (compared(f"llama3-8b-lora{devices}").cost for devices in (1, 8))
+    one, eight = (predict_recipe(f"llama3-8b-lora{devices}").cost for devices in (1, 8))
     assert eight.step_s == pytest.approx(one.step_s / 8, rel=0.01)
-    parameters = [largest(compared(f"llama3-8b-{kind}").cost.job).parameters for kind in ("lora1", "nf4")]
+    parameters = [largest(predict_recipe(f"llama3-8b-{kind}").cost.job).parameters for kind in ("lora1", "nf4")]
     linear = 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
     assert parameters[0] - parameters[1] == pytest.approx(linear * (2 - 17 / 32))

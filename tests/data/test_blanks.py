@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.data.blanks import BlankOptions, BlankStream, _short_spans
 from meshwright.data.masked import keyed_uniform
-from meshwright.data.stream import OneEpoch, build_datasets
+from meshwright.data.stream import FirstEpoch, build_datasets
 from meshwright.data.token_file import METADATA_FORMAT
 from meshwright.errors import UserError
 from tests.support.token_files import write_documents
@@ -81,7 +81,7 @@ def test_a_sample_is_a_function_of_seed_and_number(prefix: str) -> None:
 
 def test_an_evaluation_counts_every_label(prefix: str) -> None:
     stream = stream_of(prefix, 0.0)
-    epoch = OneEpoch(stream, 1000)
+    epoch = FirstEpoch(stream, 1000)
     assert epoch.samples == stream.source.epoch_samples
     counts = [int(each.sample(n)["loss_mask"].sum()) for each in (epoch, stream) for n in range(epoch.samples)]
     assert counts[: epoch.samples] == counts[epoch.samples :] and max(counts) > 40
@@ -124,7 +124,7 @@ def test_answers_are_blended_in_as_ends(prefix: str, tmp_path: Path) -> None:
     options = BlankOptions(SEQ, 0.3, 0.15, 3.0, 0.5, SPECIALS, True, (conversations,), 0.05)
     stream = build_datasets([prefix], None, (1.0, 0.0, 0.0), SEQ, 5, blanks=options)[0]
     assert isinstance(stream, BlankStream)
-    most = SEQ - options.added
+    most = SEQ - options.added_tokens
     found: dict[tuple[int, ...], list[int]] = {}
     for n in range(14 * 20):
         sample = stream.sample(n)

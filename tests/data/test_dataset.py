@@ -134,7 +134,7 @@ def test_only_a_few_epochs_are_kept(tmp_path: Path) -> None:
     first = dataset.sample(0)
     for n in range(0, 200, 5):
         dataset.sample(n)
-    assert dataset.epoch.cache_info().currsize == module.EPOCHS_KEPT
+    assert dataset.epoch.cache_info().currsize == module.CACHED_EPOCHS
     assert np.array_equal(dataset.sample(0), first)
     far = dataset.sample(10**12 + 1)
     assert np.array_equal(GPTDataset(dataset.file, 7, seed=1).sample(10**12 + 1), far)

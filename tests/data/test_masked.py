@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data.masked import DocumentPieces, MaskedStream, Masking, choose, keyed_uniform
-from meshwright.data.stream import OneEpoch, build_datasets
+from meshwright.data.stream import FirstEpoch, build_datasets
 from meshwright.data.word_parts import WordParts, special_ids, word_parts
 from tests.support.token_files import write_documents, write_sequences
 
@@ -123,7 +123,7 @@ def test_words_are_masked_whole(lengths: list[int], predictions: int, ngrams: in
     m = masking(predictions=predictions, share=0.5, ngrams=ngrams, words=words)
     random = keyed_uniform(2 * len(ids), seed).reshape(2, -1)
     chosen = set(choose(ids, body, m, *random).tolist())
-    most = min(predictions, len(ids), max(1, round(0.5 * (len(ids) + m.added))))
+    most = min(predictions, len(ids), max(1, round(0.5 * (len(ids) + m.added_tokens))))
     assert 1 <= len(chosen) <= most
     at, partly = 0, 0
     for n in lengths:
@@ -149,17 +149,17 @@ def test_longer_runs_of_words_have_the_odds_of_their_length() -> None:
 def test_vocabularies_show_their_words() -> None:
     pieces = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "play", "##ing", "."]
     words = word_parts(pieces)
-    assert words.joined(np.array([4, 5, 4]), np.array([5, 6, 4])).tolist() == [True, False, False]
+    assert words.continues_word(np.array([4, 5, 4]), np.array([5, 6, 4])).tolist() == [True, False, False]
     assert special_ids(pieces) == (1, 2, 3, 0) and special_ids(pieces[1:]) == ()
     bytes_level = word_parts(["Ġthe", "re", "(", "Ċ", "Ġ", "x"])
     pairs = [(0, 1), (1, 0), (2, 5), (1, 2), (3, 5), (4, 5)]
     before, after = (np.array(side) for side in zip(*pairs, strict=True))
-    assert bytes_level.joined(before, after).tolist() == [True, False, False, False, False, False]
+    assert bytes_level.continues_word(before, after).tolist() == [True, False, False, False, False, False]
 
 
 def test_one_epoch_ends_and_blends_are_drawn(prefix: str, tmp_path: Path) -> None:
     stream = streams(prefix, masking())
-    assert OneEpoch(stream, 100).samples == 29 and OneEpoch(stream, 7).sample(3)["loss_mask"].any()
+    assert FirstEpoch(stream, 100).samples == 29 and FirstEpoch(stream, 7).sample(3)["loss_mask"].any()
     write_documents(tmp_path / "b", [[*range(10, 60), END]] * 8)
     mixed = build_datasets([prefix, str(tmp_path / "b")], None, (1.0, 0.0, 0.0), SEQ, 5, masking=masking())[0]
     assert mixed is not None and all(len(restored(mixed.sample(n))) <= 29 for n in range(50))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from meshwright.data.masked import keyed_uniform
 from meshwright.data.span_lengths import noise_counts, span_lengths, tokens_for
 from meshwright.data.spans import SpanOptions, SpanStream, noise_mask
-from meshwright.data.stream import OneEpoch, build_datasets
+from meshwright.data.stream import FirstEpoch, build_datasets
 from tests.support.token_files import write_documents
 
 END, START, SENTINEL = 999, 998, 2000
@@ -89,7 +89,7 @@ def test_a_sample_follows_from_seed_and_number(prefix: str) -> None:
 
 def test_an_evaluation_leaves_out_what_the_next_epoch_repeats(prefix: str) -> None:
     stream = stream_of(prefix)
-    epoch = OneEpoch(stream, 1000)
+    epoch = FirstEpoch(stream, 1000)
     assert epoch.samples == stream.source.epoch_samples - 1
     assert all(epoch.sample(n)["loss_mask"].all() for n in range(epoch.samples))
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from meshwright.data.blend import Blend
 from meshwright.data.dataset import GPTDataset
 from meshwright.data.prepare import prepare
-from meshwright.data.stream import OneEpoch, SampleOptions, SampleStream, build_datasets, split_documents
+from meshwright.data.stream import FirstEpoch, SampleOptions, SampleStream, build_datasets, split_documents
 from meshwright.data.token_file import METADATA_FORMAT
 from meshwright.data.token_writer import TokenFileWriter
 from meshwright.errors import UserError
@@ -138,14 +138,14 @@ def test_one_epoch(files: int, length: int, tmp_path: Path) -> None:
         write_documents(prefix, [range(100 * number, 100 * number + length + 24 * number)])
     stream = build_datasets(prefixes, None, ALL, 8, 5, SampleOptions(eod=30, mask_eod=True))[0]
     assert stream is not None
-    epoch = OneEpoch(stream, 1000)
+    epoch = FirstEpoch(stream, 1000)
     samples = [epoch.sample(n) for n in range(epoch.samples)]
     labels = [sample["labels"][sample["loss_mask"] == 1].tolist() for sample in samples]
     seen = [label for part in labels for label in part]
     assert len(set(seen)) == len(seen) and all(labels) and 31 not in seen, "the mask after the end token stays"
     if files == 1:
         assert set(seen) == set(range(1, length)) - {31} and epoch.samples == -(-(length - 1) // 8)
-    assert OneEpoch(stream, 1).samples == 1
+    assert FirstEpoch(stream, 1).samples == 1
 
 
 def test_build_a_blend(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from meshwright.data.tokenizers import JsonTokenizer, Recipe, load_tokenizer, train_tokenizer, trained_size
+from meshwright.data.tokenizers import JsonTokenizer, TokenizerSource, load_tokenizer, train_tokenizer, trained_size
 from meshwright.data.words import CUT, CUT_BYTES, LLAMA3_SOURCE, ascii_words
 from meshwright.errors import UserError
 
@@ -52,7 +52,7 @@ def wrapped(pattern: str | None = None) -> JsonTokenizer:
 
 
 def made_of(library: Tokenizer) -> JsonTokenizer:
-    return JsonTokenizer(Recipe("json", library.to_str().encode(), None, "test"))
+    return JsonTokenizer(TokenizerSource("json", library.to_str().encode(), None, "test"))
 
 
 PATTERNS = [None, LLAMA3_SOURCE, LLAMA3_SOURCE.replace("{1,3}", "")]
@@ -209,7 +209,7 @@ def test_sentencepiece_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UserError, match=r"pip install meshwright\[sentencepiece\]"):
-        Recipe("model", b"", None, "x.model").make()
+        TokenizerSource("model", b"", None, "x.model").make()
 
 
 def test_training_is_repeatable() -> None:

@@ -22,7 +22,7 @@ from meshwright.dryrun.run_rank import RankRun, make_rank, run_rank, state_bytes
 from meshwright.dryrun.stand_ins import fake_world
 from meshwright.plan import communication
 from meshwright.plan.job import checked_job
-from meshwright.plan.rank import expected
+from meshwright.plan.rank import planned_rank
 from meshwright.spec.model.gpt import OutputLayerPart
 from meshwright.spec.schedule.table import action_counts
 from tests.parity.cases import OFFLOAD
@@ -159,7 +159,9 @@ def test_a_dry_rank_is_the_real_one(name: str, of_real_ranks: dict[str, list[dic
 def test_a_dry_rank_is_the_planned_one(name: str) -> None:
     world, config = CASES[name][0], config_of(name)
     for rank in {0, world - 1}:
-        one = compare(rank, run_rank(config, world, rank, Device("meta")), expected(checked_job(config, world), rank))
+        one = compare(
+            rank, run_rank(config, world, rank, Device("meta")), planned_rank(checked_job(config, world), rank)
+        )
         assert one["equal"], one
         # In fp64 and fp32 attention uses other kernels, whose saved activations differ.
         if config.train.precision == "bf16":
@@ -418,7 +420,7 @@ def test_gradients_of_one_micro_batch_come_while_activations_go(world: int, sect
     config = small_config(**{**sections, "model": model, "train": train})
     for rank in {0, world - 1}:
         ran = run_rank(config, world, rank, Device("meta"))
-        planned = expected(checked_job(config, world), rank)
+        planned = planned_rank(checked_job(config, world), rank)
         assert compare(rank, ran, planned)["equal"]
         assert ran.most["peak"] == pytest.approx(planned.most["peak"], rel=0.03)
         if "recompute" not in sections:
@@ -435,7 +437,7 @@ def test_gradients_keep_their_memory_on_a_cpu(stage: int) -> None:
     train = {"precision": "fp32", "global_batch": 2}
     config = small_config(model=model, train=train, zero={"stage": stage}, run={"device": "cpu"})
     ran = run_rank(config, 2, 0, Device("meta"))
-    planned = expected(checked_job(config, 2), 0)
+    planned = planned_rank(checked_job(config, 2), 0)
     assert compare(0, ran, planned)["equal"]
     assert ran.most["peak"] == pytest.approx(planned.most["peak"], rel=0.03)
     trainer = make_trainer(small_config(train={"global_batch": 1}, run={"device": "cpu"}))

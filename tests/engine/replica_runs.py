@@ -168,12 +168,12 @@ def way_begins_anew() -> None:
     """
     begin = OuterOptimizer._begin
 
-    def anew(self: OuterOptimizer, state: Any, bucket: Any, f: int) -> None:
+    def replaces(self: OuterOptimizer, state: Any, bucket: Any, f: int) -> None:
         begin(self, state, bucket, f)
         piece = state.pieces[bucket.index][f]
         state.params[bucket.index][piece.low : piece.high] = state.master(bucket, piece)
 
-    OuterOptimizer._begin = anew  # type: ignore[method-assign]
+    OuterOptimizer._begin = replaces  # type: ignore[method-assign]
 
 
-BUGS = {"momentum twice": momentum_twice, "not weighted": samples_not_weighted, "begins anew": way_begins_anew}
+BUGS = {"momentum twice": momentum_twice, "not weighted": samples_not_weighted, "begins replaces": way_begins_anew}

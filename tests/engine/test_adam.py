@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshwright.config.optimizer import OptimizerConfig
 from meshwright.engine.optim.flat import FlatOptimizer
 from meshwright.engine.sharding.buffers import FlatBuffer, State, build_buffers
-from meshwright.engine.sharding.remainders import plain
+from meshwright.engine.sharding.remainders import as_tensor
 from meshwright.spec.traffic.placement import Split
 from tests.support.oracle import make_trainer, small_config
 
@@ -116,7 +116,7 @@ def test_low_precision_has_masters(dtype: torch.dtype) -> None:
     for parameter, expected in zip(module.parameters(), masters, strict=True):
         state, slot = kept[id(parameter)]
         found = State("param", state.buffer, state.master).values(slot, 0, parameter.numel())
-        master = plain(found).view_as(parameter)
+        master = as_tensor(found).view_as(parameter)
         assert state.buffer.grads.dtype == master.dtype == torch.float32
         torch.testing.assert_close(master, expected, rtol=1e-6, atol=1e-7)
         assert torch.equal(parameter.detach(), master.to(dtype))

@@ -20,7 +20,7 @@ from meshwright.engine.sharding.compression.sizes import candidates, planned_cho
 from meshwright.engine.step import Trainer
 from meshwright.errors import UserError
 from meshwright.plan.communication import predict_step
-from meshwright.run.adapting import BEFORE, MEASURED, Adapting
+from meshwright.run.adapting import BEFORE, MEASURED, ReducerChoice
 from tests.engine.test_compressed_checkpoints import saved
 from tests.engine.test_compression import FEW
 from tests.support.oracle import load_into, make_trainer, small_config
@@ -61,14 +61,14 @@ def chosen(rank: int, world: int, folder: str, sections: dict[str, Any]) -> tupl
     """
     config = small_config(**sections)
     trainer, again = (make_trainer(config, rank, world) for _ in range(2))
-    hook = Adapting(trainer, Path(folder))
+    hook = ReducerChoice(trainer, Path(folder))
     sent = []
     for number in range(BEFORE + MEASURED + 1):
         hook.before(number + 1)
         result = trainer.step()
         hook.after(result, last=False)
         sent.append(result.comm["dp"])
-    found = Adapting(trainer, None).reducer
+    found = ReducerChoice(trainer, None).reducer
     reader = saved(trainer, folder)
     norms = [trainer.step().grad_norm for _ in range(2)]
     load_into(again, reader)
@@ -93,7 +93,7 @@ def moved(rank: int, world: int, folder: str, sections: dict[str, Any]) -> tuple
 
     before = kept()
     trainer.step()
-    return choice_of(trainer) is None, Adapting(trainer, None).reducer is not None, before, kept()
+    return choice_of(trainer) is None, ReducerChoice(trainer, None).reducer is not None, before, kept()
 
 
 def check_chooses(sections: dict[str, Any], folder: Path) -> None:
@@ -136,10 +136,10 @@ def test_a_rank_that_has_nothing_to_compress_agrees_as_often_as_the_others(monke
     numbers of the rank that sends most.
     """
     trainer = make_trainer(small_config(**SLOW), 0, 1)
-    hook = Adapting(trainer, None)
+    hook = ReducerChoice(trainer, None)
     assert hook.reducer is not None and not hook.reducer.buffers, "one rank sends nothing"
     given: list[float] = []
-    monkeypatch.setattr(hook, "_agreed", lambda value: given.append(value) or 7.0)
+    monkeypatch.setattr(hook, "_max_over_ranks", lambda value: given.append(value) or 7.0)
 
     def agreed() -> list[bool]:
         """Return for each agreement whether it is about seconds, rather than about the moment to start."""

@@ -26,7 +26,7 @@ SMALL = {"model": FEW["model"] | {"tied_embeddings": True}}
 def saved(trainer: Trainer, folder: str) -> Reader:
     saver = Saver(trainer, Path(folder), asynchronous=True, busy="wait", keep=0)
     saver.save()
-    saver.committed()
+    saver.wait_for_commit()
     return Reader(Path(folder) / f"step-{trainer.step_number:08d}")
 
 

@@ -14,7 +14,7 @@ from meshwright.checkpoint.save import Saver
 from meshwright.cli.main import main
 from meshwright.config.rules import check
 from meshwright.engine.sharding.buffers import EMA
-from meshwright.engine.sharding.remainders import plain
+from meshwright.engine.sharding.remainders import as_tensor
 from meshwright.engine.step import Trainer
 from meshwright.errors import UserError
 from meshwright.record.checkpoint_format import list_checkpoints
@@ -30,7 +30,7 @@ def trainer_of(ema: float = DECAY, **sections: Any) -> Trainer:
 
 def states_of(trainer: Trainer, kind: str) -> dict[str, Tensor]:
     return {
-        slot.record.name: plain(state.values(slot, *state.holds(slot))).clone()
+        slot.record.name: as_tensor(state.values(slot, *state.holds(slot))).clone()
         for state in trainer.states() if state.name == kind
         for slot in state.buffer.slots
     }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from meshwright.engine.output import as_output
+from meshwright.engine.output import to_output
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
 
@@ -24,7 +24,7 @@ def outputs_alive(rank: int, world: int, schedule: str) -> int:
         nonlocal most
         most = max(most, sum(storage() is not None for storage in storages))
         result = step(module, batch, received)
-        storages.extend(weakref.ref(x.untyped_storage()) for x in as_output(result).tensors.values())
+        storages.extend(weakref.ref(x.untyped_storage()) for x in to_output(result).tensors.values())
         return result
 
     trainer.executor.forward_step = watched

@@ -103,7 +103,7 @@ def frozen_trainer(rank: int, world: int, sections: dict[str, Any], seed: int = 
 def save(trainer: Trainer, folder: Path) -> None:
     saver = Saver(trainer, folder, asynchronous=True, busy="wait", keep=0)
     saver.save()
-    saver.committed()
+    saver.wait_for_commit()
 
 
 def load(trainer: Trainer, folder: Path) -> None:
@@ -145,7 +145,7 @@ def with_frozen_units(model: Model) -> Model:
     """Return the model as the planner must see it, with the parts frozen that `provider` freezes."""
     copy = lambda kind, unit: kind(**{field.name: getattr(unit, field.name) for field in fields(unit)})  # noqa: E731
     kinds = {"embedding": FrozenUnit, "blocks.0": FrozenBlock, "blocks.1": FrozenBlock}
-    return model.mapped(lambda node: copy(kinds[node.key], node.unit) if node.key in kinds else node.unit)
+    return model.map_units(lambda node: copy(kinds[node.key], node.unit) if node.key in kinds else node.unit)
 
 
 def test_frozen_parameters_are_loaded_saved_sharded_and_planned(tmp_path: Path) -> None:

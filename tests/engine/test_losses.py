@@ -24,12 +24,12 @@ from meshwright.plan.communication import stage_calls
 from meshwright.plan.job import job_of
 from meshwright.run.pretrain import build_modules
 from meshwright.spec.traffic.counts import sums_length
-from tests.support.oracle import Made, Whole, gather_global, small_config, true_gradients, worst
+from tests.support.oracle import Made, WholeTensors, gather_global, small_config, true_gradients, worst
 from tests.support.ranks import run_ranks
 
 EXACT = 1e-10
 WEIGHT = 0.3
-Found = tuple[Whole, list[float], list[dict[str, float]], dict[str, Any]]
+Found = tuple[WholeTensors, list[float], list[dict[str, float]], dict[str, Any]]
 
 
 def chosen(tokens: Any) -> Any:
@@ -102,7 +102,7 @@ def test_the_gradient_is_the_sum_of_the_terms_own() -> None:
     assert values["small"] > 0 and first == pytest.approx(values["loss"] + WEIGHT * values["small"], rel=1e-12)
     assert line["loss"] == pytest.approx(line["losses"]["loss"] + WEIGHT * line["losses"]["small"], rel=1e-12)
     # The planted bug divides every term by the count of the loss.
-    with mock.patch.object(Normalisation, "seed", lambda self, name: self.weight / self.counts["loss"]):
+    with mock.patch.object(Normalisation, "gradient_factor", lambda self, name: self.weight / self.counts["loss"]):
         wrong = gather_global(true_gradients(trainer_of(config_of(), two_terms, counts)))
     assert max(np.abs(value - both[0][name]).max() for name, value in wrong.items()) > 1e-3 * scale
 

@@ -18,7 +18,7 @@ from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
 from meshwright.errors import UserError
 from meshwright.plan.job import checked_job
-from meshwright.plan.rank import expected
+from meshwright.plan.rank import planned_rank
 from meshwright.spec.traffic.fragments import fragment_bounds, moment_of
 from tests.engine.replica_runs import (
     BUGS,
@@ -202,5 +202,5 @@ def test_a_dry_rank_is_the_planned_one(sections: Sections) -> None:
     """This compares the bytes of states, the calls, and the schedule of the last step of a round."""
     config = small_config(**sections | {"train": sections["train"] | {"global_batch": 16}})
     for rank in (0, 5):
-        one = compare(rank, run_rank(config, 8, rank, Device("meta")), expected(checked_job(config, 8), rank))
+        one = compare(rank, run_rank(config, 8, rank, Device("meta")), planned_rank(checked_job(config, 8), rank))
         assert one["equal"], one

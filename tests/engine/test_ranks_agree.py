@@ -53,7 +53,7 @@ def train_or_resume(rank: int, world: int, folder: str, stage: int) -> tuple[int
         for _ in range(2):
             trainer.step()
             saver.save()
-            saver.committed()
+            saver.wait_for_commit()
         return 0, [], 0.0
     resume(trainer, None)
     return trainer.step_number, weights(trainer).tolist(), trainer.step().loss

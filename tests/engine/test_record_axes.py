@@ -174,7 +174,7 @@ def planned(trainer: Trainer) -> dict[Line, Traffic]:
     params = [HeldParameter(dense_record(), "fp64", 0), HeldParameter(expert_record(layout.ep, 0), "fp64", 1)]
     buffers = buffers_of(params, layout, BUCKET_MIB, config.zero)
     calls = [
-        *communication.expanded(
+        *communication.expand_calls(
             communication.bucket_calls(params, buffers, layout, config.zero, trainer.micro_batches)
         ),
         communication.RepeatedCall(
@@ -206,7 +206,7 @@ def train(rank: int, world: int, cases: list[tuple[int, int]], folder: str) -> l
         if number == 0:
             saver = Saver(trainer, Path(folder), asynchronous=False, busy="wait", keep=0)
             saver.save()
-            saver.committed()
+            saver.wait_for_commit()
         after, states = copied(parameters(trainer)), copied(moments(trainer))
         loaded = trainer_of(rank, world, ep, stage)
         load_into(loaded, Reader(Path(folder) / f"step-{STEPS:08d}"))

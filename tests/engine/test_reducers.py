@@ -102,7 +102,7 @@ def reduce_and_resume(rank: int, world: int, cases: list[dict[str, Any]], folder
     gradients = reduced(first, 2)
     saver = Saver(first, Path(folder), asynchronous=True, busy="wait", keep=0)
     saver.save()
-    saver.committed()
+    saver.wait_for_commit()
     found: list[Found] = [(gradients, kept_of(first), {})]
     for sections in cases:
         trainer = trainer_of(rank, world, sections, ErrorFeedback())
@@ -174,6 +174,6 @@ def twice(rank: int, world: int, stage: int, folder: str) -> tuple[list[float], 
     with mock.patch.object(Snapshot, "copy_to_host", lambda *args, **named: (time.sleep(0.5), copy(*args, **named))):
         saver.save()
         norms = [first.step().grad_norm for _ in range(2)]
-    saver.committed()
+    saver.wait_for_commit()
     load_into(again, Reader(Path(folder) / "step-00000001"))
     return norms, [again.step().grad_norm for _ in range(2)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
 from meshwright.engine.optim import flat
-from meshwright.engine.sharding.remainders import PairedTensor, halve, join, plain
+from meshwright.engine.sharding.remainders import PairedTensor, as_tensor, halve, join
 from meshwright.engine.step import Trainer
 from meshwright.record import checkpoint_format as fmt
 from tests.checkpoint.runs import tensors
@@ -68,7 +68,7 @@ def bf16_trainer(rank: int = 0, world: int = 1, **sections: Any) -> Trainer:
 
 def stored(trainer: Trainer) -> list[Tensor]:
     """Return the masters, then the moments, of every share."""
-    return [plain(share) for state in trainer.states() for share in state.tensors]
+    return [as_tensor(share) for state in trainer.states() for share in state.tensors]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_updates_are_those_of_masters_in_full(
         for a, b in zip(stored(paired), stored(full), strict=True):
             assert torch.equal(a, b)
         weights = theirs.buffer.params
-        assert torch.equal(ours.buffer.params, halve(torch.cat([plain(share) for share in theirs.master]))[0])
+        assert torch.equal(ours.buffer.params, halve(torch.cat([as_tensor(share) for share in theirs.master]))[0])
         assert (ours.buffer.params != weights).sum() <= 3, "but for ties, they are what torch rounds to"
         weights.copy_(ours.buffer.params)
     assert (ours.stores[0].shares[0] != 0).any()
@@ -103,7 +103,7 @@ def test_updates_are_those_of_masters_in_full(
 def save(trainer: Trainer, folder: str, asynchronous: bool) -> None:
     saver = Saver(trainer, Path(folder), asynchronous, "wait", 0)
     saver.save()
-    saver.committed()
+    saver.wait_for_commit()
 
 
 def load(trainer: Trainer, folder: str) -> None:
@@ -111,7 +111,7 @@ def load(trainer: Trainer, folder: str) -> None:
     trainer.data_parallel.weights.wait_for_gathers()
     for state in trainer.optimizer.states:
         for bucket, master in zip(state.buffer.buckets, state.master, strict=True):
-            values = plain(master)
+            values = as_tensor(master)
             assert torch.equal(bucket.own_params, halve(values)[0] if state.paired else values.bfloat16())
 
 

@@ -16,7 +16,7 @@ from meshwright.config.optimizer import RULES, OptimizerConfig, RuleEntry
 from meshwright.engine.optim import flat as storage
 from meshwright.engine.optim.flat import UpdatePart
 from meshwright.engine.optim.rule import MatrixRule, Rule, StateSpec, UpdateStep, rules_of
-from meshwright.engine.sharding.remainders import plain
+from meshwright.engine.sharding.remainders import as_tensor
 from meshwright.errors import UserError
 from meshwright.plan.job import job_of
 from meshwright.plan.memory import rank_memory
@@ -105,7 +105,7 @@ def test_a_new_rule_needs_its_class_and_an_entry(tmp_path: Path) -> None:
     assert kept.keys() == offloaded.keys() == {"param", "heavy_ball"}
     for name, state in kept.items():
         for a, b in zip(state.tensors, offloaded[name].tensors, strict=True):
-            assert a.dtype == torch.float32 and plain(a).any() and torch.equal(plain(a), plain(b))
+            assert a.dtype == torch.float32 and as_tensor(a).any() and torch.equal(as_tensor(a), as_tensor(b))
     stores = [store for state in trained[0].optimizer.states for store in state.stores[1:]]
     planned = rank_memory(job_of(trained[0].ctx.config, 1), 0).optimizer
     assert planned == sum(share.nbytes for store in stores for share in store.shares)
@@ -133,7 +133,9 @@ def test_groups_have_their_own_settings() -> None:
             g, name = torch.randn(slot.grad.shape, generator=draw, dtype=torch.float64), slot.record.name
             slot.grad.copy_(g * 7.0)
             p, (m, v) = wanted[slot.name], moments[slot.name]
-            number = 0 if "norm" in name else 1 if name.startswith("embedding.") else 2 if "layers.1." in name else 3
+            # The groups in the order of the config: the first that matches applies.
+            matches = ("norm" in name, name.startswith("embedding."), "layers.1." in name, True)
+            number = matches.index(True)
             counts[number] += 1
             # The second step is taken at half the peak.
             rate, decay = [(lr, 0.3), (0.004, 0.1), (0.005, 0.0), (lr, 0.2)][number]

@@ -11,7 +11,7 @@ import meshwright.device as device_module
 from meshwright.config.faults import FaultsConfig
 from meshwright.device import Device, StreamTimer
 from meshwright.engine.result import StepResult
-from meshwright.engine.stream_waits import EVERY, FIRST, LATER, SampledWaits
+from meshwright.engine.stream_waits import EVERY, FIRST, READ_DELAY, SampledWaits
 from meshwright.faults.slow_ranks import WARM_UP, SlowRanks
 from meshwright.record.rank_figures import RankFigures, RankFile
 from meshwright.spec.layout import Layout
@@ -44,7 +44,7 @@ def trained(rank: int, world: int) -> list[tuple[dict[str, float], dict[str, Any
     stream = FakeStream()
     trainer.sampled = SampledWaits(stream, trainer.ctx.ledger)
     found = []
-    for _ in range(FIRST + EVERY + LATER):
+    for _ in range(FIRST + EVERY + READ_DELAY):
         result = trainer.step()
         found.append((result.exposed_s, result.comm, result.ranks, stream.marks))
     return found
@@ -54,7 +54,7 @@ def test_waits_of_a_sampled_step_are_exposed_two_steps_later() -> None:
     """One millisecond passes in each wait and one before it. The sum of the counts comes after the end of the step."""
     for steps in run_ranks(4, trained):
         for number, (exposed, comm, ranks, marks) in enumerate(steps, 1):
-            if number % EVERY != FIRST + LATER:
+            if number % EVERY != FIRST + READ_DELAY:
                 assert exposed == {} and not ranks.busy_s and not ranks.waited_s
                 assert marks == 0 or number % EVERY in (FIRST, FIRST + 1), "nothing is recorded in other steps"
                 continue
@@ -71,14 +71,14 @@ def test_a_device_that_is_far_behind_is_not_waited_for() -> None:
     sampled = SampledWaits(stream, ledger)
     stream.is_reached = False
     seen = []
-    for _ in range(2 * EVERY + FIRST + LATER):
+    for _ in range(2 * EVERY + FIRST + READ_DELAY):
         sampled.begin_step()
         if ledger.stream_waits is not None:
             ledger.stream_waits.end_wait("dp", ledger.stream_waits.begin_wait())
         seen.append(sampled.end_step(0))
         assert ledger.stream_waits is None
         stream.is_reached = len(seen) > EVERY
-    assert [number for number, each in enumerate(seen, 1) if each] == [FIRST + LATER + n * EVERY for n in (1, 2)]
+    assert [number for number, each in enumerate(seen, 1) if each] == [FIRST + READ_DELAY + n * EVERY for n in (1, 2)]
 
 
 class FakeEvent:

@@ -14,7 +14,7 @@ from meshwright.cli.main import main
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
 from meshwright.plan.job import checked_job
-from meshwright.plan.rank import expected
+from meshwright.plan.rank import planned_rank
 from meshwright.spec.schedule.kinds import KINDS, build
 from meshwright.spec.schedule.simulate import simulate
 from meshwright.spec.schedule.table import Op
@@ -157,7 +157,7 @@ def test_planned_memory_is_that_of_a_dry_run(kind: str, name: str, compiled: boo
     job = checked_job(config, 4 * dp * layout.get("tp", 1))
     for pp_rank in range(4):
         rank = job.layout.rank_at(pp=pp_rank)
-        ran, said = run_rank(config, job.world, rank, Device("meta")), expected(job, rank)
+        ran, said = run_rank(config, job.world, rank, Device("meta")), planned_rank(job, rank)
         assert said.states == ran.states and said.schedule == ran.schedule and said.calls == ran.calls
         assert said.most["peak"] == pytest.approx(ran.most["peak"], rel=0.02), pp_rank
         assert said.most["activations"] == pytest.approx(ran.most["activations"], rel=0.03), pp_rank

@@ -17,10 +17,10 @@ import torch
 
 from meshwright.cli.main import main
 from meshwright.config.faults import FaultsConfig
-from meshwright.engine.losses import Gate, Normalisation, StepSums
+from meshwright.engine.losses import Normalisation, StepSums, UpdateGate
 from meshwright.engine.optim.flat import FlatOptimizer
 from meshwright.engine.result import StepResult
-from meshwright.faults.bad_steps import BadSteps, Place, Window
+from meshwright.faults.bad_steps import BadSteps, FaultPlace, Window
 from meshwright.record.run_folder import read_run
 from meshwright.record.run_notes import KINDS, FaultNotes
 from meshwright.watch.run_page import summary
@@ -210,7 +210,7 @@ def test_spikes_stand_out_of_the_window() -> None:
     window = Window(FaultsConfig())
     for number in range(100):
         assert (window.bounds()[0] < 1e9) == (number >= 8)
-        window.put(3.0 + 0.1 * (number % 5 - 2), 1.0 + 0.2 * (number % 3))
+        window.add(3.0 + 0.1 * (number % 5 - 2), 1.0 + 0.2 * (number % 3))
     loss, norm = window.bounds()
     assert 3.6 < loss < 5.0 and 10.0 < norm < 20.0
 
@@ -218,15 +218,15 @@ def test_spikes_stand_out_of_the_window() -> None:
 def machine(folder: Path) -> BadSteps:
     """Return the state machine of bad steps after twenty good steps, with a stand-in for the trainer."""
     config = FaultsConfig()
-    trainer: Any = SimpleNamespace(gate=Gate(1), marks=None, train_batches=None, take_back=lambda result: None)
+    trainer: Any = SimpleNamespace(gate=UpdateGate(1), marks=None, train_batches=None, take_back=lambda result: None)
     bad = object.__new__(BadSteps)
     bad.config, bad.trainer, bad.window, bad.notes = config, trainer, Window(config), FaultNotes(folder, 9, True)
     bad.replays = bad.holds_spikes = True
     bad.reached = bad.went_back = 0
     bad._samples = lambda result, place=None: ""  # type: ignore[method-assign]
-    bad._place = lambda found: Place()  # type: ignore[method-assign]
+    bad._place = lambda found: FaultPlace()  # type: ignore[method-assign]
     for number in range(20):
-        bad.window.put(3.0, 5.0 + number % 3)
+        bad.window.add(3.0, 5.0 + number % 3)
     return bad
 
 
@@ -269,7 +269,7 @@ def test_a_spike_that_grows_when_it_is_computed_again_is_not_trained(tmp_path: P
 
 def test_an_infinite_loss_is_no_spike() -> None:
     """An infinite loss is left to the code that handles numbers that are not finite, as with a loss scale."""
-    gate = Gate(1)
+    gate = UpdateGate(1)
     gate.active, gate.loss_bound = True, 5.0
     for loss, held in ((math.inf, 0.0), (6.0, 1.0), (4.0, 0.0)):
         sums = torch.tensor([8 * loss, 8.0, 1.0], dtype=torch.float64)

@@ -12,11 +12,11 @@ from unittest.mock import patch
 
 import pytest
 
-from meshwright.engine.losses import Gate
+from meshwright.engine.losses import UpdateGate
 from meshwright.engine.marks import Marks
 from meshwright.engine.step import Trainer
 from meshwright.faults import corruption
-from meshwright.faults.bad_steps import BadSteps, Place
+from meshwright.faults.bad_steps import BadSteps, FaultPlace
 from meshwright.faults.corruption import Divergence, ReplicaCheck
 from meshwright.record.run_folder import RunFolder
 from tests.faults import test_bad_steps, test_corruption
@@ -71,8 +71,8 @@ def same_samples(real: Any) -> Any:
 
 
 def another_rank(real: Any) -> Any:
-    def place(self: Any, found: Any) -> Place:
-        it: Place = real(self, found)
+    def place(self: Any, found: Any) -> FaultPlace:
+        it: FaultPlace = real(self, found)
         return it._replace(ranks=tuple((rank + 1) % 2 for rank in it.ranks))
 
     return place
@@ -115,9 +115,9 @@ BUGS = {
         Trainer, "take_back", other_samples, "forward", passing("forward")
     ),
     "the verdict names another rank": bad(BadSteps, "_place", another_rank, "forward", passing("forward")),
-    "a bad update is made": bad(Gate, "pass_on", not_held, "spike", passing("spike")),
+    "a bad update is made": bad(UpdateGate, "pass_on", not_held, "spike", passing("spike")),
     "of marks the last is taken for the first": bad(
-        Marks, "differing", lambda real: lambda self, a, b: real(self, a[::-1][:1], b[::-1][:1]), "forward",
+        Marks, "first_difference", lambda real: lambda self, a, b: real(self, a[::-1][:1], b[::-1][:1]), "forward",
         passing("forward"),
     ),
     "a bad batch is trained": bad(

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import meshwright.nn.attention.pieces as pieces
-from meshwright.nn.attention.context import ContextRows, _taken
+from meshwright.nn.attention.context import ContextRows, _reorder_rows
 from meshwright.nn.attention.documents import Documents, document_attention
-from meshwright.nn.attention.pieces import Merged, Rows, attend, attend_backward, no_gradient
+from meshwright.nn.attention.pieces import PartialAttention, RowPositions, attend, attend_backward, no_gradient
 from meshwright.spec.layout.rows import ORDERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -54,11 +54,11 @@ def test_blocks_are_attention(
     """The merged blocks of a ring and gathered keys both give the right result and gradients. bf16 rounds each by
     3e-3.
     """
-    monkeypatch.setattr(pieces, "MANY", many)
+    monkeypatch.setattr(pieces, "GROUPED_CALL_PIECES", many)
     numbers = segments(documents)
     lengths = [np.diff(np.flatnonzero(np.diff(row, prepend=-1, append=-1))).tolist() for row in numbers]
     rows = np.stack([ORDERS[order](SEQ, RANKS, each).order for each in lengths])
-    given = ContextRows(Rows(rows, np.take_along_axis(numbers, rows, 1) if documents else None), CUDA)
+    given = ContextRows(RowPositions(rows, np.take_along_axis(numbers, rows, 1) if documents else None), CUDA)
     at = torch.from_numpy(rows).cuda()
     q, grad = drawn(BATCH, HEADS, SEQ, width), drawn(BATCH, HEADS, SEQ, width)
     k, v = drawn(BATCH, KV, SEQ, width), drawn(BATCH, KV, SEQ, width)
@@ -71,7 +71,7 @@ def test_blocks_are_attention(
     size = SEQ // RANKS
     for rank in range(RANKS):
         mine = (slice(None), slice(None), slice(rank * size, (rank + 1) * size))
-        found = Merged(q[mine], width)
+        found = PartialAttention(q[mine], width)
         for step in range(RANKS):
             to = (rank - step) % RANKS
             theirs = (slice(None), slice(None), slice(to * size, (to + 1) * size))
@@ -85,10 +85,10 @@ def test_blocks_are_attention(
             dk[theirs] += more[0]
             dv[theirs] += more[1]
         close(dq, leaves[0].grad[mine], 8e-3, "gradient of queries")
-        sight = given.gathered(rank, RANKS)
+        sight = given.sight_of(rank, RANKS)
         natural = sight.to is not given.rows
-        keys, values = (_taken(x, given.orders[0], 2, 0) if natural else x for x in (k, v))
-        gathered = Merged(q[mine], width)
+        keys, values = (_reorder_rows(x, given.orders[0], 2, 0) if natural else x for x in (k, v))
+        gathered = PartialAttention(q[mine], width)
         attend(q[mine], keys, values, sight, gathered)
         close(gathered.out, exact[mine], 5e-3, "gathered result")
     close(dk, leaves[1].grad, 8e-3, "gradient of keys")

@@ -17,7 +17,7 @@ from meshwright.engine.context import build_context
 from meshwright.engine.providers import forward_step, model_provider
 from meshwright.engine.step import Trainer
 from meshwright.kernels import kernels_take
-from meshwright.nn.experts.experts import RoutedInputs, Saved
+from meshwright.nn.experts.experts import RoutedInputs, SavedRouting
 from meshwright.nn.experts.routing import _largest
 from meshwright.nn.unit import recompute
 from meshwright.run.pretrain import build_modules
@@ -126,10 +126,10 @@ def test_recomputation_changes_no_bit() -> None:
     for again in (False, True):
         keys = MIXTURES["as DeepSeek-V3"] | {"ffn": 96}
         mixture = built(precision="bf16", device=Device("cuda"), sizes=sizes, **keys)
-        views, saved = attach_sinks(mixture), Saved()
+        views, saved = attach_sinks(mixture), SavedRouting()
         x = drawn(1000, 256).to(CUDA, torch.bfloat16).requires_grad_()
 
-        def run(x: Tensor, again: bool, mixture: Any = mixture, saved: Saved = saved) -> tuple[Tensor, ...]:
+        def run(x: Tensor, again: bool, mixture: Any = mixture, saved: SavedRouting = saved) -> tuple[Tensor, ...]:
             y, losses = mixture(x, 4, RoutedInputs(None, saved, again))
             return y, losses
 

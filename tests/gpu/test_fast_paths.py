@@ -16,14 +16,14 @@ from meshwright.device import Device
 from meshwright.dryrun.stand_ins import fake_world, stand_in
 from meshwright.engine.context import build_context
 from meshwright.engine.providers import forward_step, model_provider
-from meshwright.engine.sharding.remainders import plain
+from meshwright.engine.sharding.remainders import as_tensor
 from meshwright.engine.step import Trainer
 from meshwright.kernels import kernels_take
 from meshwright.nn import fused
 from meshwright.nn.adapters.adapters import add_low_rank
 from meshwright.nn.adapters.nf4 import pack, unpack
 from meshwright.plan.communication import Line, Traffic, predict_rank
-from meshwright.run.loop import Ahead
+from meshwright.run.loop import LaunchAhead
 from meshwright.run.pretrain import build_modules
 from tests.nn.fused_cases import BOUNDS, CASES, Where, fp8_keeps_what_is_not_finite, fp8_products
 from tests.support.oracle import Made, gather_global, make_trainer, small_config, true_gradients, worst
@@ -200,7 +200,7 @@ def test_a_step_neither_waits_nor_recompiles(precision: str) -> None:
 def test_results_read_late_are_the_same() -> None:
     config = small_config(model=LLAMA, train={"precision": "bf16", "compile": "false", "steps": 6})
     trainer, other = gpu_trainer(config), gpu_trainer(config)
-    ahead = Ahead(other, lambda step: step in (3, 6))
+    ahead = LaunchAhead(other, lambda step: step in (3, 6))
     for step in range(1, 7):
         now, late = trainer.step(), ahead.next(stop_requested=step == 5)
         assert (now.step, now.loss, now.grad_norm) == (late.step, late.loss, late.grad_norm)
@@ -214,7 +214,7 @@ def test_results_read_late_are_the_same() -> None:
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     trainer = gpu_trainer(small_config(model=LLAMA, train={"precision": "bf16", "compile": "false"}))
     trainer.step()
-    before = [plain(share).clone() for state in trainer.optimizer.states for share in state.master]
+    before = [as_tensor(share).clone() for state in trainer.optimizer.states for share in state.master]
     trainer.before_update = lambda: None
     weight = trainer.modules[0].blocks["0"].mlp.down.weight
     kept = weight.detach().clone()
@@ -223,7 +223,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert trainer.step().skipped
     with torch.no_grad():
         weight.copy_(kept)  # The weight is one half of its master.
-    after = [plain(share) for state in trainer.optimizer.states for share in state.master]
+    after = [as_tensor(share) for state in trainer.optimizer.states for share in state.master]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert not trainer.step().skipped and trainer.optimizer.updates == 2
 

@@ -16,7 +16,7 @@ from meshwright.engine.context import build_context
 from meshwright.engine.providers import forward_step, model_provider
 from meshwright.engine.step import Trainer
 from meshwright.plan.job import job_of
-from meshwright.plan.rank import expected
+from meshwright.plan.rank import planned_rank
 from meshwright.run.pretrain import build_modules
 from tests.support.oracle import Made, gather_global, make_trainer, small_config, true_gradients, worst
 from tests.support.ranks import run_ranks
@@ -92,7 +92,7 @@ def test_a_rank_of_a_world_that_is_not_there(stage: int) -> None:
         model=model, train=train, layout={"tp": 2, "pp": 2}, zero={"stage": stage}, comm={"bucket_mib": 4}
     )
     for rank in (0, 7):
-        one = compare(rank, run_rank(config, 8, rank, Device.choose("cuda")), expected(job_of(config, 8), rank))
+        one = compare(rank, run_rank(config, 8, rank, Device.choose("cuda")), planned_rank(job_of(config, 8), rank))
         assert one["equal"] and one["step_s"] > 0, one
         assert one["most"]["peak"]["ran"] > sum(pair["ran"] for pair in one["bytes"].values())
 

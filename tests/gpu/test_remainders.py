@@ -13,7 +13,7 @@ import torch
 from meshwright.checkpoint.load import Reader
 from meshwright.checkpoint.save import Saver
 from meshwright.config.optimizer import OptimizerConfig
-from meshwright.engine.sharding.remainders import halve, join, plain
+from meshwright.engine.sharding.remainders import as_tensor, halve, join
 from meshwright.record import checkpoint_format as fmt
 from tests.engine.test_remainders import patterns
 from tests.gpu.test_fast_paths import CUDA, LLAMA, gpu_trainer
@@ -69,13 +69,13 @@ def test_a_checkpoint_holds_masters_in_full(sections: dict[str, Any], tmp_path: 
     full = gpu_trainer(small_config(**more, zero={"offload": {"optimizer": "cpu"}}))
     for _ in range(3):
         trainer.step()
-    kept = [plain(share).cpu().clone() for state in trainer.optimizer.states for share in state.master]
+    kept = [as_tensor(share).cpu().clone() for state in trainer.optimizer.states for share in state.master]
     saver = Saver(trainer, tmp_path, asynchronous=True, busy="wait", keep=0)
     saver.save()
     trainer.step()
-    saver.committed()
+    saver.wait_for_commit()
     for other in (again, full):
         load_into(other, Reader(fmt.find_checkpoint(str(tmp_path))))
-        found = [plain(share).cpu() for state in other.optimizer.states for share in state.master]
+        found = [as_tensor(share).cpu() for state in other.optimizer.states for share in state.master]
         assert all(torch.equal(a, b) for a, b in zip(kept, found, strict=True))
     assert again.step().loss == pytest.approx(full.step().loss, rel=1e-4)

@@ -73,7 +73,7 @@ def alone(module: Any, order: Order) -> list[int]:
 ], ids=["rope", "alibi", "learned", "window"])  # fmt: skip
 @pytest.mark.parametrize("pages", [64, 9], ids=["enough pages", "few pages"])
 def test_every_text_is_the_one_alone(model: dict[str, Any], pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few pages, sequences lose theirs in the middle and begin again."""
+    """Sequences lose their pages in the middle, and begin again, if there are few pages."""
     monkeypatch.setattr(batching, "CHUNK", 10)
     module = module_with(**model)
     served, orders = Served(module, pages), orders_of(12)

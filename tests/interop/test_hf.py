@@ -277,7 +277,7 @@ def test_a_model_trained_here_has_the_same_logits_in_transformers(name: str, tmp
         trainer.step()
     saver = Saver(trainer, tmp_path / "run", asynchronous=False, busy="wait", keep=0)
     saver.save()
-    saver.committed()
+    saver.wait_for_commit()
     written = export_folder(tmp_path / "run" / "step-00000010", tmp_path / "hf", family=name)
     assert written["family"] == name
     found = logits(load(tmp_path / "hf"), IDS)
@@ -291,7 +291,7 @@ def _train_and_save(rank: int, world: int, sections: dict[str, Any], folder: str
         trainer.step()
     saver = Saver(trainer, Path(folder), asynchronous=False, busy="wait", keep=0)
     saver.save()
-    saver.committed()
+    saver.wait_for_commit()
 
 
 @pytest.mark.wide
@@ -310,7 +310,7 @@ def test_a_model_trained_on_many_ranks_is_exported_as_one_process_would(tmp_path
     load_into(one, Reader(tmp_path / "many" / "step-00000003"))
     saver = Saver(one, tmp_path / "one", asynchronous=False, busy="wait", keep=0)
     saver.save()
-    saver.committed()
+    saver.wait_for_commit()
     for name in ("many", "one"):
         export_folder(tmp_path / name / "step-00000003", tmp_path / f"{name}-out")
     files = sorted(path.name for path in (tmp_path / "many-out").iterdir())

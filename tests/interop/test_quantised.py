@@ -67,7 +67,7 @@ def test_transformers_computes_the_measured_perplexity(plain: Path, tmp_path: Pa
 def test_bitsandbytes_reads_nf4(plain: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     found = quantise_folder(plain, tmp_path / "out", "nf4", (), SAMPLES[1])
-    # bitsandbytes has CPU products of its own, in other precisions.
+    # bitsandbytes has its own CPU products, in other precisions.
     measured = math.exp(mean_loss(loaded(tmp_path / "out"), SAMPLES[1]))
     assert found["perplexity"] == pytest.approx(measured, rel=1e-3)
 

@@ -28,7 +28,7 @@ def times(rank: int, world: int) -> dict[str, float]:
     node, across, found = inside.tp, inside.samples, {}
 
     def timed(name: str, work: object) -> None:
-        inside.world.agreed(0.0, torch.device("cpu"))
+        inside.world.max_over_ranks(0.0, torch.device("cpu"))
         begin = time.perf_counter()
         work()  # type: ignore[operator]
         found[name] = time.perf_counter() - begin

@@ -79,7 +79,9 @@ def longest_ring(kind: str, size: int, node_size: int) -> int:
     """Return the number of ranks in the longest ring of an algorithm, or 2 if it exchanges only in pairs."""
     if kind == "halving_doubling":
         return 2
-    on_node = node_size if size % node_size == 0 else (size if node_size > size else 1)
+    on_node = size if node_size > size else 1
+    if size % node_size == 0:
+        on_node = node_size
     width = {"mesh": mesh_width(size), "hierarchical": on_node}.get(kind, 1)
     return max(width, size // width)
 

@@ -83,7 +83,7 @@ def test_rubbish_at_every_door_of_a_run_changes_nothing(folder: Path, start: Any
 def test_ranks_are_told_the_interface_of_their_address(address: str, name: str, monkeypatch: Any) -> None:
     """Gloo and NCCL get the same interface, unless the user names another one."""
     monkeypatch.setattr(launch, "interface_of", {"127.0.0.1": "lo", "10.0.0.7": "eth1"}.get)
-    monkeypatch.setattr(launch, "guarded", lambda *args: None)
+    monkeypatch.setattr(launch, "run_guarded", lambda *args: None)
     for theirs in ({}, {"NCCL_SOCKET_IFNAME": "ib0"}):
         monkeypatch.setattr(os, "environ", {**theirs})
         launch._rank(launch.Team(1, address=address), "", False, lambda: None)
@@ -94,7 +94,7 @@ def test_ranks_are_told_the_interface_of_their_address(address: str, name: str, 
 def test_with_several_nodes_ranks_are_never_told_to_use_loopback(monkeypatch: Any) -> None:
     """The interface of an unknown address can't be guessed, so the back ends choose one themselves."""
     monkeypatch.setattr(launch, "interface_of", lambda address: None)
-    monkeypatch.setattr(launch, "guarded", lambda *args: None)
+    monkeypatch.setattr(launch, "run_guarded", lambda *args: None)
     for nodes, interface in ((1, launch.loopback()), (2, None)):
         monkeypatch.setattr(os, "environ", {})
         launch._rank(launch.Team(1, nodes=nodes, address="10.0.0.9"), "", False, lambda: None)

@@ -15,10 +15,10 @@ import pytest
 
 from meshwright.config.sections import CheckpointConfig
 from meshwright.launch import elastic, nodes
-from meshwright.launch.elastic import Elastic, Places, Wishes, divide
+from meshwright.launch.elastic import Elastic, LauncherOptions, Places, divide
 from meshwright.launch.launch import STOP, Outcome, Team
 from meshwright.record.run_notes import time_between_failures
-from meshwright.run.loop import Saving
+from meshwright.run.loop import SaveHook
 from tests.support.waiting import HANG_S, until
 
 LOST = Outcome(1, "rank 1 was killed by SIGKILL", failed=1)
@@ -58,7 +58,7 @@ class Played:
 
         given: dict[str, Any] = {"nproc": 4, "rest": 60.0, "lost_after": 0.6} | wishes
         told = lambda kind, text: self.told.append((kind, text))  # noqa: E731
-        asked = Wishes(choose=chosen, position=lambda: (self.step, time.time()), tell=told, **given)
+        asked = LauncherOptions(choose=chosen, position=lambda: (self.step, time.time()), tell=told, **given)
         self.launcher = Elastic(asked, at, self.start)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.ended: Outcome | None = None
@@ -299,8 +299,8 @@ def test_the_key_can_be_read_by_nobody_else_at_any_time(links: bool, tmp_path: P
 
 def test_devices_rest_twice_as_long_each_time() -> None:
     places = Places(2, 10.0)
-    assert [places.failed(1), places.failed(1)] == [10.0, 20.0] and places.free() == [0]
-    places.failed(0)
+    assert [places.let_rest(1), places.let_rest(1)] == [10.0, 20.0] and places.free() == [0]
+    places.let_rest(0)
     assert places.free() == [0, 1], "none is left: all are tried"
 
 
@@ -326,7 +326,7 @@ def test_the_time_between_failures_is_that_of_the_run_under_way(tmp_path: Path) 
 def test_auto_saves_as_young_and_daly_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run with a stall of 0.5 s and a failure every 3.1 h saves every 106 s, and one without failures every 900 s."""
     saver = SimpleNamespace(trainer=SimpleNamespace(writes=False), blocked_s=0.5, is_writing=False)
-    saving = Saving(saver, CheckpointConfig())  # type: ignore[arg-type]
+    saving = SaveHook(saver, CheckpointConfig())  # type: ignore[arg-type]
     # The times start at zero: (t + 900.0) - t is less than 900.0 for some times t of a machine's clock.
     saving.saved_at = now = 0.0
     monkeypatch.setattr("meshwright.run.loop.time", SimpleNamespace(monotonic=lambda: now))

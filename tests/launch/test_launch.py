@@ -15,7 +15,7 @@ import pytest
 from meshwright import device
 from meshwright.comm.watchdog import EXIT_CODE
 from meshwright.launch import launch
-from meshwright.launch.launch import Outcome, _failed
+from meshwright.launch.launch import Outcome, _failed_outcome
 
 # A rank of another launcher. Its interpreter would wait for ten minutes at its end.
 RANK = """
@@ -31,7 +31,7 @@ def body():
     raise {"mistake": UserError("no such file"), "weak": CommError("a peer is gone"), "bug": ValueError("oops"),
            "exit": SystemExit(2), "text": SystemExit("no data today"),
            "refused": CommError("torch refused it", lost=False)}[sys.argv[1]]
-launch.guarded(None, False, body)
+launch.run_guarded(None, False, body)
 """
 
 
@@ -54,7 +54,7 @@ def failure(folder: Path, exit_code: int, rank: int = 3, local: int = 1, **repor
     for kind, text in reports.items():
         (folder / f"{kind}-0-{rank}").write_text(text)
     first = SimpleNamespace(exitcode=exit_code, local_rank=local)
-    return _failed(folder, SimpleNamespace(get_first_failure=lambda: (rank, first)))
+    return _failed_outcome(folder, SimpleNamespace(get_first_failure=lambda: (rank, first)))
 
 
 def test_a_killed_rank_is_to_blame(tmp_path: Path) -> None:

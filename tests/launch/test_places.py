@@ -16,7 +16,7 @@ from meshwright import device
 from meshwright.config.precision import PRECISIONS
 from meshwright.errors import UserError
 from meshwright.launch import processes
-from meshwright.launch.processes import Place, find_place, interface_of, rendezvous
+from meshwright.launch.processes import ProcessPlace, find_place, interface_of, rendezvous
 
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
           "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_RANK": "5"}  # fmt: skip
@@ -27,7 +27,7 @@ STEP = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "3", "SLURM_
 
 @pytest.mark.parametrize("env", [MPIRUN, MPICH])
 def test_ranks_of_mpirun(env: dict[str, str]) -> None:
-    assert find_place(env) == Place(5, 8, 1, 4, True)
+    assert find_place(env) == ProcessPlace(5, 8, 1, 4, True)
     assert rendezvous(env | {"MASTER_ADDR": "h", "MASTER_PORT": "12"}) == ("h", 12)
     with pytest.raises(UserError, match="4 of 8 ranks are on this machine.* set MASTER_ADDR"):
         rendezvous(env)
@@ -40,7 +40,7 @@ def test_all_ranks_of_mpirun_on_one_machine_meet_there() -> None:
 
 def test_one_process_under_mpirun_is_alone() -> None:
     one = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}
-    assert find_place(one) == Place() and find_place({"PMI_RANK": "0", "PMI_SIZE": "1"}) == Place()
+    assert find_place(one) == ProcessPlace() and find_place({"PMI_RANK": "0", "PMI_SIZE": "1"}) == ProcessPlace()
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_a_launcher_that_says_too_little_is_named(env: dict[str, str], said: str
 def test_rank_and_world_without_the_ranks_of_this_machine() -> None:
     """RANK and WORLD_SIZE are believed if all ranks can be on this machine. The variables of mpirun fill the gap."""
     named = {"RANK": "5", "WORLD_SIZE": "8"}
-    assert find_place(named | {"MASTER_ADDR": "127.0.0.1"}) == find_place(named) == Place(5, 8, 5, 8, True)
-    assert find_place(named | {"MASTER_ADDR": "node1"} | MPIRUN) == Place(5, 8, 1, 4, True)
+    assert find_place(named | {"MASTER_ADDR": "127.0.0.1"}) == find_place(named) == ProcessPlace(5, 8, 5, 8, True)
+    assert find_place(named | {"MASTER_ADDR": "node1"} | MPIRUN) == ProcessPlace(5, 8, 1, 4, True)
     with pytest.raises(UserError, match="LOCAL_WORLD_SIZE, the number of ranks on this machine, is not"):
         find_place(named | {"MASTER_ADDR": "node1", "LOCAL_RANK": "1"})
 
@@ -76,11 +76,11 @@ def test_rank_and_world_without_the_ranks_of_this_machine() -> None:
 )
 def test_a_step_counts_its_own_nodes_and_tasks(more: dict[str, str], local: int) -> None:
     """The job has 16 tasks on four nodes, and the step has 8. Every rank counts unequal nodes as the largest one."""
-    assert find_place(STEP | {"SLURM_STEP_NUM_TASKS": "8"} | more) == Place(5, 8, 1, local, True)
+    assert find_place(STEP | {"SLURM_STEP_NUM_TASKS": "8"} | more) == ProcessPlace(5, 8, 1, local, True)
 
 
 def test_one_task_of_a_larger_job_is_alone() -> None:
-    assert find_place(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == Place()
+    assert find_place(STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == ProcessPlace()
 
 
 def test_ports_of_steps_differ_and_are_below_those_of_the_system() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright
-from meshwright.data.given import Indexed, Iterated, numbered
+from meshwright.data.given import IndexedSamples, IteratedSamples, number_samples
 from meshwright.engine.own_models import state_dicts
 from meshwright.errors import UserError
 
@@ -36,7 +36,7 @@ def config(folder: Path, steps: int) -> dict[str, Any]:
 
 
 class Stream:
-    """An iterable that begins anew with each iteration, and notes the samples that it has given."""
+    """An iterable that begins replaces with each iteration, and notes the samples that it has given."""
 
     def __init__(self) -> None:
         self.given: list[int] = []
@@ -115,7 +115,7 @@ def test_a_run_resumes_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str
     skips = "its first 8 samples are read again and skipped" in capsys.readouterr().err
     assert skips == (kind in (Stream, Inherited))
     if kind is Stateful:
-        # Sample 0 tells the shapes of a batch. Then it goes on with sample 8.
+        # Sample 0 shows the shapes of a batch. Training then continues with sample 8.
         assert second.given[:3] == [0, 8, 9]
 
 
@@ -135,7 +135,7 @@ def test_rows_of_tokens_train_a_model_of_the_config(tmp_path: Path) -> None:
 
 
 def test_an_epoch_has_every_sample_once_in_an_order_of_its_own() -> None:
-    data = Indexed([{"n": [n]} for n in range(20)], "it", seed=1, shuffle=True)
+    data = IndexedSamples([{"n": [n]} for n in range(20)], "it", seed=1, shuffle=True)
     drawn = [int(data.sample(n)["n"][0]) for n in range(40)]
     assert sorted(drawn[:20]) == sorted(drawn[20:]) == list(range(20)) and drawn[:20] != drawn[20:]
     assert int(data.sample(7)["n"][0]) == drawn[7]
@@ -143,7 +143,7 @@ def test_an_epoch_has_every_sample_once_in_an_order_of_its_own() -> None:
 
 def test_an_iterator_goes_back_to_a_state_that_it_remembers() -> None:
     source = Stateful()
-    data = Iterated(source, "it", every=2)
+    data = IteratedSamples(source, "it", every=2)
     plain = [data.sample(n)["x"].tolist() for n in range(8)]
     source.given.clear()
     assert data.sample(5)["x"].tolist() == plain[5]
@@ -162,6 +162,6 @@ def test_an_iterator_goes_back_to_a_state_that_it_remembers() -> None:
 )
 def test_data_that_can_not_be_used_are_refused(data: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        made = numbered(data, "the data")
+        made = number_samples(data, "the data")
         for n in range(3):
             made.sample(n)

@@ -27,7 +27,7 @@ from meshwright.spec.layout.params import slices_of
 from meshwright.spec.model import description
 from meshwright.spec.model.description import layout_of
 from meshwright.spec.model.wrapped.families import ADDED, REFUSED, VERIFIED
-from tests.support.oracle import Made, Whole, true_gradients, worst
+from tests.support.oracle import Made, WholeTensors, true_gradients, worst
 
 # Families have different names for their sizes, so this lists all of them.
 SIZES: dict[str, Any] = {
@@ -168,7 +168,7 @@ def make_trainer(config: Config, rank: int = 0, world: int = 1, groups: dict[str
 class Given:
     """Weights in memory, which are read like those of a folder (`checkpoint.base.read_weights`)."""
 
-    def __init__(self, weights: Whole) -> None:
+    def __init__(self, weights: WholeTensors) -> None:
         self.folder, self.weights = Path("given"), weights
         self.shapes = {name: value.shape for name, value in weights.items()}
 
@@ -182,12 +182,12 @@ class Alone:
     logits.
     """
 
-    weights: Whole
-    gradients: Whole
+    weights: WholeTensors
+    gradients: WholeTensors
     logits: float
 
 
-def with_weights(trainer: Trainer, weights: Whole) -> Trainer:
+def with_weights(trainer: Trainer, weights: WholeTensors) -> Trainer:
     read_weights(trainer, Given(weights))  # type: ignore[arg-type]
     trainer.publish()
     return trainer

@@ -174,7 +174,7 @@ def penalised(model: Any) -> Any:
         *rest, last = block.parts
         return replace(block, parts=(*rest, last._replace(part=PenalisedPart(**vars(last.part)))))
 
-    return plain.mapped(lambda node: changed(node.unit) if node.stackable else node.unit)
+    return plain.map_units(lambda node: changed(node.unit) if node.stackable else node.unit)
 
 
 def test_blocks_that_add_to_the_loss_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

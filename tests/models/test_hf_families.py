@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwright.config.blocks import RopeScalingConfig
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
-from meshwright.spec.model.hf import FAMILIES, family_for, family_named
+from meshwright.spec.model.hf import FAMILIES, family_for, family_of_name
 from meshwright.spec.model.hf.family import model_section, same_function
 from meshwright.spec.model.hf.rows import SourceRows
 
@@ -106,7 +106,7 @@ def test_a_family_that_was_asked_for_must_fit() -> None:
     with pytest.raises(UserError, match="a bloom can't have .*model.norm=rmsnorm"):
         family_for(model_section(LLAMA), "bloom")
     with pytest.raises(UserError, match="did you mean 'llama'"):
-        family_named("lama")
+        family_of_name("lama")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_windows_and_the_blocks_that_have_them() -> None:
     assert model.window_pattern == (0, 0, 0, 0, 1, 1) and qwen2.model_of(config).window_pattern == ()
     assert qwen2.model_of(config | {"max_window_layers": 6}).window == 0
     assert qwen2.model_of(config | {"use_sliding_window": False}).window == 0
-    assert not qwen2.model_of(config, seq=32).windowed  # The window holds a whole sample.
+    assert not qwen2.model_of(config, seq=32).has_window  # The window holds a whole sample.
     plain = qwen2.config_of(model_section(SECTIONS["qwen2"] | {"layers": 6}), config)
     assert plain["use_sliding_window"] is False and "layer_types" not in plain
     model = model_section(SECTIONS["mistral"] | {"window": 32})

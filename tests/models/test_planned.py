@@ -31,7 +31,7 @@ from meshwright.models.wrapped.blueprint import blueprint, of_blocks
 from meshwright.models.wrapped.sections import _common
 from meshwright.plan.gathered import whole_bytes
 from meshwright.plan.job import checked_job
-from meshwright.plan.rank import expected
+from meshwright.plan.rank import planned_rank
 from meshwright.record.checkpoint_format import find_checkpoint
 from meshwright.spec.model.coordinate import Coordinate
 from meshwright.spec.model.description import layout_of
@@ -124,7 +124,7 @@ def test_weights_go_out_as_they_came_in(tmp_path: Path) -> None:
 def test_bytes_and_calls_are_as_planned(tmp_path: Path, family: str, sections: dict[str, Any]) -> None:
     """One rank of four runs, and its states and collectives are compared with those that the parts state."""
     config = config_of(write_tiny(family, tmp_path), sections)
-    ran, said = run_rank(config, 4, 0, Device("cpu")), expected(checked_job(config, 4), 0)
+    ran, said = run_rank(config, 4, 0, Device("cpu")), planned_rank(checked_job(config, 4), 0)
     found = compare(0, ran, said)
     pairs = [found["parameters"], *found["bytes"].values(), *found["comm"].values(), *found["calls"]]
     assert [pair for pair in pairs if not pair["equal"]] == []

@@ -27,8 +27,8 @@ from meshwright.plan.memory import rank_memory
 from meshwright.spec.layout.params import Init, whole
 from meshwright.spec.model.description import gpt, layout_of, model_of, split_layers
 from meshwright.spec.model.graph import HIDDEN, Model, Node, Stream, stack_nodes
-from meshwright.spec.model.part import ALONE, Coordinate, MicroBatch, NamedPart, Part, Records, Rows, Unit
-from tests.support.oracle import EXACT, Whole, gather_global, make_trainer, small_config, true_gradients, worst
+from meshwright.spec.model.part import SINGLE_RANK, Coordinate, MicroBatch, NamedPart, Part, Records, Rows, Unit
+from tests.support.oracle import EXACT, WholeTensors, gather_global, make_trainer, small_config, true_gradients, worst
 from tests.support.ranks import run_ranks
 
 WIDTH, TIMES, PATCHES, PIXELS = 6, 5, 4, 11
@@ -87,7 +87,7 @@ def timed(model: ModelConfig) -> Model:
         parts = tuple(each._replace(part=norm) if "norm" in each.key else each for each in node.unit.parts)
         return replace(node.unit, parts=parts) if node.stackable else node.unit
 
-    first, *rest = plain.mapped(changed).nodes
+    first, *rest = plain.map_units(changed).nodes
     rows = Rows(1, divided=False)
     time = Unit((NamedPart("time", "time", TablePart(TIMES, WIDTH)),), rows)
     nodes = (first, Node("time", time, writes="condition", fields=("time",)), *rest)
@@ -167,7 +167,7 @@ def trainer_of(name: str, rank: int = 0, world: int = 1) -> Any:
     return make_trainer(config, rank, world, data=Samples(config.model))
 
 
-def gradient_errors(rank: int, world: int, wholes: dict[str, Whole]) -> dict[str, tuple[float, str]]:
+def gradient_errors(rank: int, world: int, wholes: dict[str, WholeTensors]) -> dict[str, tuple[float, str]]:
     return {name: worst(true_gradients(trainer_of(name, rank, world)), found) for name, found in wholes.items()}
 
 
@@ -196,8 +196,8 @@ def test_live_streams_pass(
 ) -> None:
     model = describe(small_config().model)
     first, second = split_layers(4, 2, split)
-    assert model.passes(ALONE, MicroBatch(2, 16), first) == {}
-    assert model.passes(ALONE, MicroBatch(2, 16), second) == passed
+    assert model.passes(SINGLE_RANK, MicroBatch(2, 16), first) == {}
+    assert model.passes(SINGLE_RANK, MicroBatch(2, 16), second) == passed
 
 
 def test_both_are_planned() -> None:

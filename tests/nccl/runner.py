@@ -122,7 +122,7 @@ class Runner:
             left.put(batch)
         self.say(header())
         shared = Shared()
-        # Ranks that are processes of their own may be killed, and do without the service.
+        # Ranks in separate processes may be killed, so they do not use the service.
         shares = self.transport.device == "cuda" and any(isinstance(case, Exact | Same) for case in cases)
         with shared_gpu() if shares else nullcontext():
             threads = [
@@ -188,7 +188,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     for subject, each in [*by_subject.items(), ("all", list(verdicts))]:
         worst = [v.worst for v in each if v.worst is not None]
         ranks = sorted({v.ranks for v in each})
-        span = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]) if ranks else ""
+        span = "-".join(str(n) for n in dict.fromkeys((*ranks[:1], *ranks[-1:])))
         figure = f"{max(worst):.1e}" if worst else ""
         passed, seconds = sum(v.ok for v in each), sum(v.seconds for v in each)
         lines.append(f"{subject:14} {len(each):5} {passed:6} {span:>6} {figure:>8} {seconds:7.0f}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.device import Device
-from meshwright.nn.experts.experts import RoutedInputs, Saved
+from meshwright.nn.experts.experts import RoutedInputs, SavedRouting
 from meshwright.nn.weight_grad import SinkTable
 from tests.nn.fused_cases import error
 from tests.nn.plain_experts import Mixture, Weights, built, drawn
@@ -75,11 +75,11 @@ def in_bf16(device: Device, mlp: str, keys: dict[str, Any], sinks: bool, favoure
         for name, parameter in low.named_parameters():
             high.get_parameter(name).copy_(parameter)
     x, grad = (drawn(rows, 256, seed=seed).to(torch.bfloat16) for seed in (1, 2))
-    saved = Saved()
+    saved = SavedRouting()
     found = one_pass(low, x, grad, 4, RoutedInputs(saved=saved), sinks)
     assert saved.chosen is not None and saved.all_chosen is not None
     chosen = saved.chosen.cpu()
-    replayed = Saved()
+    replayed = SavedRouting()
     replayed.chosen, replayed.all_chosen, replayed.room = chosen, saved.all_chosen.cpu(), saved.room
     expected = one_pass(high, x, grad, 4, RoutedInputs(saved=replayed, again=True))
     assert found.keys() == expected.keys()

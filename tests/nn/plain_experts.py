@@ -151,7 +151,8 @@ def built(
         for name, parameter in mixture.named_parameters():
             std = 0.3 if name.endswith("bias") else 1.0 / math.sqrt(parameter.shape[-1])
             value = std * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(1.0 + value if name == "norm.weight" else value * (3.0 if "router.weight" in name else 1.0))
+            scale = 3.0 if "router.weight" in name else 1.0
+            parameter.copy_(1.0 + value if name == "norm.weight" else value * scale)
     return mixture
 
 

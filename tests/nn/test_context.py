@@ -13,7 +13,15 @@ from torch.utils._pytree import tree_leaves
 
 import meshwright.nn.attention.pieces as tiles
 from meshwright.nn.attention.documents import Documents, document_attention
-from meshwright.nn.attention.pieces import Merged, Rows, Sight, attend, attend_backward, merge, no_gradient
+from meshwright.nn.attention.pieces import (
+    PartialAttention,
+    RowPositions,
+    Sight,
+    attend,
+    attend_backward,
+    merge,
+    no_gradient,
+)
 
 DIM = 8
 CASES = [  # (queries, keys, query heads, key-value heads, documents, tile)
@@ -44,9 +52,9 @@ def made(queries: int, keys: int, heads: int, kv: int, documents: bool, runs: bo
     if runs:
         every, numbers = torch.arange(total).roll(-3)[None].repeat(2, 1), numbers.sort(1)[0]
 
-    def part(at: slice) -> Rows:
+    def part(at: slice) -> RowPositions:
         chosen = every[:, at].clone()
-        return Rows(chosen.numpy(), numbers.gather(1, chosen).numpy() if documents else None)
+        return RowPositions(chosen.numpy(), numbers.gather(1, chosen).numpy() if documents else None)
 
     at, to = part(slice(0, queries)), part(slice(queries, None))
     if queries == keys:
@@ -57,7 +65,7 @@ def made(queries: int, keys: int, heads: int, kv: int, documents: bool, runs: bo
     return q, tensor(kv, keys, DIM), tensor(kv, keys, DIM), grad, at, to
 
 
-def visible(at: Rows, to: Rows, window: int = 0) -> Tensor:
+def visible(at: RowPositions, to: RowPositions, window: int = 0) -> Tensor:
     seen = to.numbers[:, None, :] <= at.numbers[:, :, None]
     if window:
         seen &= to.numbers[:, None, :] > at.numbers[:, :, None] - window
@@ -67,7 +75,7 @@ def visible(at: Rows, to: Rows, window: int = 0) -> Tensor:
 
 
 def found_by(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
-    found = Merged(q, v.shape[-1])
+    found = PartialAttention(q, v.shape[-1])
     attend(q, k, v, sight, found)
     return found.out, found.sums
 
@@ -77,7 +85,9 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, sight: Sight, grad: Tensor, out: 
     return [dq, *attend_backward(q, k, v, sight, grad, out, sums, dq)]
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, at: Rows, to: Rows, window: int = 0) -> tuple[Tensor, Tensor]:
+def naive(
+    q: Tensor, k: Tensor, v: Tensor, at: RowPositions, to: RowPositions, window: int = 0
+) -> tuple[Tensor, Tensor]:
     """Return plain softmax attention, computed with all scores at once, and its log-sums. A row without a key gives 0
     and -inf.
     """
@@ -94,7 +104,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, at: Rows, to: Rows, window: int = 0) 
 def test_blocks_are_attention(case: tuple[Any, ...], runs: bool, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results, log-sums and all gradients agree. Queries that see no key get 0, -inf and no gradient."""
     monkeypatch.setattr(tiles, "TILE", case[-1])
-    monkeypatch.setattr("meshwright.spec.layout.pieces.FEW", 8 if runs else 0)
+    monkeypatch.setattr("meshwright.spec.layout.pieces.ALWAYS_ACCEPTED_RUNS", 8 if runs else 0)
     q, k, v, grad, at, to = made(*case[:-1], runs)  # type: ignore[call-arg]
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected, sums = naive(*leaves, at, to, window)  # type: ignore[call-arg]
@@ -118,13 +128,13 @@ def test_halves_of_the_keys_merge_to_the_whole(documents: bool, runs: bool) -> N
     """Forward merges by log-sums. Backward adds the gradients of the halves, given the log-sums of the whole."""
     q, k, v, grad, at, to = made(10, 10, 4, 2, documents, runs)
     halves = [slice(0, 4), slice(4, 10)]
-    rows = [Rows(to.numbers[:, h], None if to.documents is None else to.documents[:, h]) for h in halves]
+    rows = [RowPositions(to.numbers[:, h], None if to.documents is None else to.documents[:, h]) for h in halves]
     sights = [Sight(at, r, CPU) for r in rows]
     parts = [found_by(q, k[:, :, h], v[:, :, h], s) for h, s in zip(halves, sights, strict=True)]
     assert any((log_sum == -torch.inf).any() for _, log_sum in parts), "some rows see keys of one half alone"
     whole, log_sum = found_by(q, k, v, Sight(at, to, CPU))
     torch.testing.assert_close(merge(*parts[0], *parts[1]), (whole, log_sum), rtol=1e-12, atol=1e-13)
-    together = Merged(q, DIM)
+    together = PartialAttention(q, DIM)
     for h, sight in zip(halves, sights, strict=True):
         attend(q, k[:, :, h], v[:, :, h], sight, together)
     torch.testing.assert_close((together.out, together.sums), (whole, log_sum), rtol=1e-12, atol=1e-13)
@@ -175,7 +185,7 @@ def test_no_tensor_of_all_scores_is_ever_made(documents: bool, runs: bool, monke
     random = torch.Generator().manual_seed(1)
     q, k, v, grad = (torch.randn(1, heads, seq, DIM, dtype=torch.float64, generator=random) for _ in range(4))
     rows = torch.arange(seq)[None] if runs else torch.randperm(seq, generator=random)[None]
-    at = Rows(rows.numpy(), (rows // 100).numpy() if documents else None)
+    at = RowPositions(rows.numpy(), (rows // 100).numpy() if documents else None)
     sight = Sight(at, at, CPU)
     assert (sight.pieces is not None) == runs
     with Largest() as tiled:
@@ -201,7 +211,7 @@ def test_documents_in_one_sequence_are_attention(compiled: bool, window: int) ->
             for heads in (4, 2, 2, 4)
         )
         segments = torch.randint(0, documents, (2, 24), generator=random).sort(1)[0].numpy()
-        rows = Rows(np.arange(24)[None].repeat(2, 0), segments)
+        rows = RowPositions(np.arange(24)[None].repeat(2, 0), segments)
         leaves, plain = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
         out = function(*leaves, Documents.of(segments, CPU), window)  # type: ignore[call-arg]
         expected = naive(*plain, rows, rows, window)[0]  # type: ignore[call-arg]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import meshwright.nn.experts.experts as experts_module
-from meshwright.nn.experts.experts import RoutedInputs, Saved, sort_by_expert, with_dropped
+from meshwright.nn.experts.experts import RoutedInputs, SavedRouting, replace_dropped, sort_by_expert
 from meshwright.nn.experts.routing import Router
 from meshwright.nn.unit import recompute
 from meshwright.nn.weight_grad import sink_of
@@ -287,10 +287,10 @@ def test_what_does_not_fit_is_dropped_and_counted() -> None:
     free, limited = built(bias_balance=0.001), built(bias_balance=0.001, capacity=0.5)
     room = limited.routing.room(ROWS)
     assert room == 3  # Half of 14 x 3 / 8 = 5.25 rows, rounded up.
-    x, given = drawn(ROWS, HIDDEN), RoutedInputs(saved=Saved())
+    x, given = drawn(ROWS, HIDDEN), RoutedInputs(saved=SavedRouting())
     limited(x, 1, given)
     chosen = given.saved.chosen
-    order = sort_by_expert(with_dropped(chosen[None], limited.routing, room)[0], limited.routing, room)
+    order = sort_by_expert(replace_dropped(chosen[None], limited.routing, room)[0], limited.routing, room)
     rows = [[row for row in range(ROWS) if expert in chosen[row].tolist()] for expert in range(8)]
     for expert in range(8):
         held = order.choice_at[expert * room : (expert + 1) * room]
@@ -387,7 +387,7 @@ def test_recomputation_changes_no_bit(mode: str) -> None:
 
 def test_recomputation_replays_the_choice() -> None:
     """This holds even if the recomputed scores would choose other experts."""
-    mixture, saved = built(**DEEPSEEK, aux_loss=0.1), Saved()
+    mixture, saved = built(**DEEPSEEK, aux_loss=0.1), SavedRouting()
     real, seen = Router.scores, list[Tensor]()
     sorted_rows = list[Tensor]()
 

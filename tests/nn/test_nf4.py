@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from meshwright.errors import UserError
-from meshwright.nn.adapters.nf4 import LEVELS, pack, rounded, unpack, weight_values
+from meshwright.nn.adapters.nf4 import LEVELS, pack, round_by_packing, unpack, weight_values
 from meshwright.spec.layout.packed import packed_record, row_bytes
 from meshwright.spec.layout.params import Init, ParamRecord, columns_of, rows_of, slices_of
 
@@ -22,7 +22,7 @@ def test_values_move_by_at_most_half_a_gap_of_the_levels() -> None:
     values[3, 64:128] = 0.0
     packed = pack(values)
     assert packed.shape == (96, row_bytes(192)) and packed.dtype == torch.uint8
-    blocks, found = values.float().unflatten(1, (-1, 64)), rounded(values.float()).unflatten(1, (-1, 64))
+    blocks, found = values.float().unflatten(1, (-1, 64)), round_by_packing(values.float()).unflatten(1, (-1, 64))
     largest = blocks.abs().amax(2, keepdim=True)
     gap = max(b - a for a, b in zip(LEVELS, LEVELS[1:], strict=False))
     error = (found - blocks).abs() / largest.clamp(min=1e-9)
@@ -67,7 +67,7 @@ def test_a_compiler_keeps_no_values_for_backward() -> None:
     y = torch.compile(Product.apply, backend=backend, fullgraph=True)(x, pack(weight))
     y.sum().backward()
     assert (5, 96) in kept and (96, 128) not in kept
-    torch.testing.assert_close(x.grad, rounded(weight).sum(0).expand(5, -1))
+    torch.testing.assert_close(x.grad, round_by_packing(weight).sum(0).expand(5, -1))
 
 
 def _parts() -> list[ParamRecord]:

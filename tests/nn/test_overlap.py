@@ -34,7 +34,7 @@ NOTHING = tuple((f"comm.overlap.{key}", False) for key in ("gradients", "weights
 Found = tuple[Outcome, dict[Line, Traffic], Outcome | None]
 
 
-def forget_one(begun: overlap.Scattered) -> torch.Tensor:
+def forget_one(begun: overlap.PendingScatter) -> torch.Tensor:
     """Receive the piece of the last rank, but do not add it."""
     for pending in begun.pendings:
         pending.wait()
@@ -118,6 +118,6 @@ def test_which_products_are_cut() -> None:
     for least in (0.0, 60.0, 1e6, None):
         overlap = {"tensor": least is not None} | ({} if least is None else {"piece_gflop": least})
         config = bench_config("8b", layout={"tp": 8, "sequence_parallel": True}, comm={"overlap": overlap})
-        times[least] = predict_cost(job_of(config, 8), cluster).axes["tp"].exposed
+        times[least] = predict_cost(job_of(config, 8), cluster).axes["tp"].exposed_seconds
     assert times[0.0] < times[60.0] < times[1e6] == times[None]
     assert [len(run) for run in runs(8)] == [1, 2, 2, 3] and [len(run) for run in runs(2)] == [1, 1]

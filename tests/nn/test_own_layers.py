@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright
-from meshwright.check.oracle import EXACT, Whole, gather_global, parameters, relative, true_gradients, worst
+from meshwright.check.oracle import EXACT, WholeTensors, gather_global, parameters, relative, true_gradients, worst
 from meshwright.errors import UserError
 from meshwright.layers import (
     ColumnParallelLinear,
@@ -102,7 +102,7 @@ def gradients(model: Any, batch: dict[str, Tensor]) -> Any:
     return true_gradients(model.trainer)
 
 
-def reference(tied: bool) -> tuple[Whole, Whole, list[float]]:
+def reference(tied: bool) -> tuple[WholeTensors, WholeTensors, list[float]]:
     model = wrapped(tied)
     found = gather_global(gradients(model, samples(0)))
     numbers = [model.step(samples(step)) for step in range(STEPS)]
@@ -139,7 +139,7 @@ def test_a_module_with_parallel_layers_equals_one_process(world: int) -> None:
 
 
 def without_the_sum(rank: int, world: int, wanted: Any) -> float:
-    """A column layer whose ranks do not sum the gradient of their common input, the classic bug of hand-made layers."""
+    """Plant the classic bug of hand-made layers: ranks do not sum the gradient of their common input."""
     model = wrapped(layout={"tp": 2})
     layer = model.module.blocks[0].mlp.up
     layer.sides = layer.sides._replace(x=("", 1))

@@ -54,7 +54,7 @@ def test_one_trainer_defers_and_another_does_not() -> None:
     grad, x = factors()
     early, late = SinkTable(), SinkTable()
     now, later, deferred = made(early), made(late), Deferred()
-    with late.deferring(deferred):
+    with late.defer_to(deferred):
         for sink in (now, later):
             add_product_grad(sink.handle, grad, x)
     assert (now.contributions, later.contributions) == (1, 0) and later.fresh
@@ -66,7 +66,7 @@ def test_one_trainer_defers_and_another_does_not() -> None:
 def test_pieces_are_one_contribution_of_their_own_sinks(split: bool) -> None:
     (grad, x), notified, others, table = factors(), list[int](), list[int](), SinkTable()
     sink, other, deferred = made(table, notified), made(table, others), Deferred()
-    with table.deferring(deferred if split else None):
+    with table.defer_to(deferred if split else None):
         for rows in (slice(0, 2), slice(2, 5)):
             with piece_of_contribution([sink.handle, None], last=rows.stop == 5):
                 for each in (sink, other):

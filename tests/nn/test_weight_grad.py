@@ -12,11 +12,11 @@ from meshwright.nn.embedding import TokenEmbedding
 from meshwright.nn.linear import Linear
 from meshwright.nn.parallel import Parallel
 from meshwright.nn.random import Streams
-from meshwright.nn.weight_grad import TOGETHER, SinkTable, VectorGradients
+from meshwright.nn.weight_grad import VECTORS_PER_CALL, SinkTable, VectorGradients
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout.params import Init, whole
 from meshwright.spec.model import gpt
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def linear(dtype: torch.dtype) -> nn.Module:
 
 def embedding(dtype: torch.dtype) -> nn.Module:
     part = gpt.TokenEmbeddingPart(6, 3, Init("normal", 1.0))
-    return filled(TokenEmbedding(parallel_of(dtype), part, part.records(ALONE, "embedding")))
+    return filled(TokenEmbedding(parallel_of(dtype), part, part.records(SINGLE_RANK, "embedding")))
 
 
 def inputs(kind: str, dtype: torch.dtype) -> list[Tensor]:
@@ -96,7 +96,7 @@ def test_input_and_bias_gradients_of_a_linear() -> None:
     )
 
 
-@pytest.mark.parametrize(("count", "left"), [(3, 3), (TOGETHER + 2, 4)])
+@pytest.mark.parametrize(("count", "left"), [(3, 3), (VECTORS_PER_CALL + 2, 4)])
 def test_gradients_of_vectors_wait_for_each_other_and_add_up(count: int, left: int) -> None:
     """The two micro-batches have fewer or more parameters than are added at once. The second one comes while some of
     the first still wait. Notifications are the same as those of single additions, and every sum has the same bits.

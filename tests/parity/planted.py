@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from meshwright.engine.output import Term, as_output
+from meshwright.engine.output import Term, to_output
 from meshwright.engine.step import Trainer
 from tests.parity.cases import Case
 from tests.parity.launches import data_of, reference_of
@@ -40,7 +40,7 @@ def altered(change: Callable[[Term, dict[str, Any]], Term]) -> Plant:
         real = trainer.executor.forward_step
 
         def fake(module: Any, batch: Any, received: Any) -> Any:
-            out = as_output(real(module, batch, received))
+            out = to_output(real(module, batch, received))
             counts = {term.name: term.count for term in out.terms}
             return replace(out, terms=[change(term, counts) for term in out.terms])
 

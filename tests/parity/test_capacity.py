@@ -11,7 +11,7 @@ from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
 from meshwright.plan.communication import by_line, stage_calls
 from meshwright.plan.job import checked_job
-from meshwright.plan.rank import expected
+from meshwright.plan.rank import planned_rank
 from tests.engine.sums import lines_of
 from tests.support.oracle import make_trainer, small_config
 from tests.support.ranks import run_ranks
@@ -90,5 +90,5 @@ def test_a_dry_run_does_what_is_planned(number: int) -> None:
     config = small_config(**given)
     job = checked_job(config, world)
     for rank in {0, world - 1}:
-        found = compare(rank, run_rank(config, world, rank, Device("meta")), expected(job, rank))
+        found = compare(rank, run_rank(config, world, rank, Device("meta")), planned_rank(job, rank))
         assert found["equal"], (given, rank, [call for call in found["calls"] if not call["equal"]])

@@ -51,7 +51,7 @@ def _bias_added_by_all(trainer: Trainer) -> Iterator[None]:
     layer = _linears(trainer)[1]
     bias = layer.bias
     assert bias is not None
-    with mock.patch.object(layer, "biased", lambda y: y + bias * layer.sides.x[1]):
+    with mock.patch.object(layer, "add_bias", lambda y: y + bias * layer.sides.x[1]):
         yield
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config.rules import first_broken_rule
-from meshwright.spec.model.hf import FAMILIES, family_named
+from meshwright.spec.model.hf import FAMILIES, family_of_name
 from meshwright.spec.model.hf.family import model_section
 from tests.models.test_hf_families import SECTIONS
 from tests.parity.cases import Case
@@ -39,7 +39,7 @@ def test_a_family_agrees_with_one_process(case: Case, launches: Launches) -> Non
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
 def test_the_cases_are_models_of_their_families(name: str) -> None:
     model = replace(small_config(**family_case(name).sections("fp64")).model, seq=SECTIONS[name]["seq"])
-    family = family_named(name)
+    family = family_of_name(name)
     assert family.config_of(model) == family.config_of(model_section(SECTIONS[name]))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshwright.config.sections import Config
-from tests.support.oracle import Pairs, Whole, gather_global, make_trainer, small_config, true_gradients
+from tests.support.oracle import Pairs, WholeTensors, gather_global, make_trainer, small_config, true_gradients
 from tests.support.ranks import run_ranks
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ def measure(rank: int, world: int, model: str) -> list[tuple[Pairs, float]]:
     return found
 
 
-def difference(ranks: list[Pairs], whole: Whole) -> float:
+def difference(ranks: list[Pairs], whole: WholeTensors) -> float:
     """Return the norm of the differences of all ranks' gradients, relative to the norm of the true gradients."""
     wrong = right = 0.0
     for pairs in ranks:

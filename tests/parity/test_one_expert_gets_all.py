@@ -11,7 +11,7 @@ from meshwright.engine.step import Trainer
 from tests.parity.cases import Case
 from tests.parity.expert_cases import EXPERTS
 from tests.parity.launches import data_of
-from tests.support.oracle import EXACT, Whole, gather_global, make_trainer, small_config, true_gradients, worst
+from tests.support.oracle import EXACT, WholeTensors, gather_global, make_trainer, small_config, true_gradients, worst
 from tests.support.ranks import run_ranks
 
 FAVOURED = 5
@@ -38,7 +38,7 @@ def _sections(case: Case, alone: bool = False) -> dict[str, Any]:
     return sections
 
 
-def measure(rank: int, world: int, case: Case, whole: Whole) -> tuple[tuple[float, str], float, list[int]]:
+def measure(rank: int, world: int, case: Case, whole: WholeTensors) -> tuple[tuple[float, str], float, list[int]]:
     trainer = _favouring(make_trainer(small_config(**_sections(case)), rank, world, data_of(case)))
     error = worst(true_gradients(trainer), whole)
     result = trainer.step()

@@ -23,7 +23,7 @@ from meshwright.engine.optim.exchange import MatrixExchange, Transform
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.sharding.reducers import PlainReducer
 from meshwright.engine.step import Trainer
-from meshwright.nn.attention.pieces import Merged, Sight
+from meshwright.nn.attention.pieces import PartialAttention, Sight
 from meshwright.nn.experts.routing import Router
 from meshwright.nn.inputs import Inputs
 from meshwright.nn.linear import Linear
@@ -283,7 +283,7 @@ def _routing_recomputed(trainer: Trainer) -> Iterator[None]:
         assert inputs.routed is not None
         if not inputs.routed.again:
             return real(self, x, norm, inputs)
-        afresh = replace(inputs.routed, saved=experts.Saved(), again=False)
+        afresh = replace(inputs.routed, saved=experts.SavedRouting(), again=False)
         with mock.patch.object(Router, "choose", other):
             return real(self, x, norm, replace(inputs, routed=afresh))
 
@@ -342,8 +342,8 @@ def _unseen_block_counts(trainer: Trainer) -> Iterator[None]:
     """Plant a bug: a row that sees no key of a block has the log-sum 0, as if it saw a key with the score 0."""
     real = context.attend
 
-    def fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, into: Merged) -> None:
-        found = Merged(q, v.shape[-1])
+    def fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, into: PartialAttention) -> None:
+        found = PartialAttention(q, v.shape[-1])
         if sight.pieces:
             real(q, k, v, sight, found)
         else:  # Nothing is seen, and nothing was written.

@@ -190,8 +190,8 @@ MUTATIONS: dict[str, tuple[str, tuple[Any, str, Any]]] = {
     "no loss": ("tp", without(gpt.OutputLayerPart, "collectives", lambda call: call.phase == "forward")),
     "labels everywhere": ("pp-tp-sp-fields", instead("fields_read", lambda stage, model, cp: set(ALL))),
     "no positions or segments": ("all", instead("fields_read", ends_only)),
-    "no further axes": ("kv-copies", without(communication, "expanded", lambda call: call.axis == "tp.kv")),
-    "a tie counted once": ("pp", without(communication, "expanded", lambda call: call.axis == "embedding")),
+    "no further axes": ("kv-copies", without(communication, "expand_calls", lambda call: call.axis == "tp.kv")),
+    "a tie counted once": ("pp", without(communication, "expand_calls", lambda call: call.axis == "embedding")),
     "metrics not counted": ("pp", without(communication, "sums", lambda call: call.phase == "metrics")),
     "a ring that closes": ("cp-ring", instead_in_parts("context_calls", closed_ring)),
     "no rows of other ranks": ("cp-gather-tp", instead("WIDE", 0)),
@@ -260,7 +260,7 @@ def test_six_parameters_of_two_dtypes(bucket_mib: float, matrix_buckets: list[An
         assert lines == {line: traffic}
     held = [HeldParameter(whole(f"{i}", shape, Init("zeros")), dtype, 0) for i, (shape, dtype) in enumerate(SHAPES)]
     buffers = buffers_of(held, Layout(2), bucket_mib, ZeroConfig())
-    found = communication.expanded(communication.bucket_calls(held, buffers, Layout(2)))
+    found = communication.expand_calls(communication.bucket_calls(held, buffers, Layout(2)))
     assert communication.by_line(found) == {line: traffic}
 
 

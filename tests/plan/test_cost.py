@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from meshwright.cli.main import main
 from meshwright.config.load import load_config
 from meshwright.data.blanks import BlankOptions, BlankStream
-from meshwright.data.masked import Piece
+from meshwright.data.masked import DocumentChunk
 from meshwright.errors import UserError
 from meshwright.plan.activations import in_flight, micro_batches_to_steady_state
 from meshwright.plan.cluster import FOLDER, cluster_from, known_clusters, load_cluster
@@ -37,7 +37,7 @@ from meshwright.spec.layout.pieces import pieces
 from meshwright.spec.model.description import describe
 from meshwright.spec.model.gpt import AttentionPart
 from meshwright.spec.model.graph import parameter_count
-from meshwright.spec.model.part import ALONE, Kernels
+from meshwright.spec.model.part import SINGLE_RANK, Kernels
 from meshwright.spec.schedule.kinds import KINDS, build, training_kinds
 from meshwright.spec.schedule.simulate import simulate
 from meshwright.spec.schedule.table import Op, PhaseTimes
@@ -50,7 +50,7 @@ OWN = STACKS["compiled"]
 def job(world: int = 1024, batch: int = 1536, **layout: int) -> Job:
     """Return a job that trains GPT-3 with full recomputation, by default with tp=8 and pp=16."""
     made = Job(target_of("gpt3-175b", as_run=False).config, world, OWN, cluster_node=8)
-    return made.replaced(
+    return made.with_keys(
         layout={"tp": 8, "pp": 16} | layout, train={"global_batch": batch}, recompute={"mode": "full"},
         pipeline={"schedule": "interleaved" if layout.get("chunks", 1) > 1 else "1f1b"},
     )  # fmt: skip
@@ -143,7 +143,7 @@ def test_the_pipeline_is_timed_by_its_own_table() -> None:
 def test_in_flight_agrees_with_the_simulator() -> None:
     kinds = (("1f1b", 4, 1), ("zb-h1", 4, 1), ("zb-v", 4, 2), ("interleaved", 4, 2), ("interleaved", 2, 3))
     for kind, pp, chunks in kinds:
-        of = job(pp=pp, chunks=chunks, world=8 * pp, batch=16).replaced(pipeline={"schedule": kind})
+        of = job(pp=pp, chunks=chunks, world=8 * pp, batch=16).with_keys(pipeline={"schedule": kind})
         made = simulate(build(kind, pp, of.micro_batches, chunks)).peak_activations
         for micro_batches in (of.micro_batches, micro_batches_to_steady_state(of)):
             for rank in range(pp):
@@ -154,16 +154,16 @@ def test_in_flight_agrees_with_the_simulator() -> None:
 
 def test_more_of_something_costs_what_it_should() -> None:
     base = job()
-    assert cost(base.replaced(recompute={"mode": "none"})).step_s < cost(base).step_s
+    assert cost(base.with_keys(recompute={"mode": "none"})).step_s < cost(base).step_s
     assert cost(base).mfu < cost(base).hfu
     assert cost(job(batch=3072)).step_s > 1.8 * cost(base).step_s
     slow = replace(A100, network=replace(A100.network, node_gb_s=10.0))
     assert predict_cost(base, slow).step_s > cost(base).step_s
     assert predict_cost(base, H100).step_s < cost(base).step_s
-    states = [largest(base.replaced(zero={"stage": stage})).states for stage in range(4)]
+    states = [largest(base.with_keys(zero={"stage": stage})).states for stage in range(4)]
     assert states == sorted(states, reverse=True) and states[3] < states[0] / 7
     modes = ("none", "selective", "full")
-    kept = [largest(base.replaced(recompute={"mode": mode})).activations for mode in modes]
+    kept = [largest(base.with_keys(recompute={"mode": mode})).activations for mode in modes]
     assert kept == sorted(kept, reverse=True)
 
 
@@ -356,7 +356,7 @@ def test_a_prefix_is_seen_by_all() -> None:
     config = target_of("glm-130b", as_run=False).config
     blanks = replace(config.data.blanks, instructions=())
     options = BlankOptions(2048, blanks.short, blanks.share, blanks.mean, blanks.least, (1, 2, 3, 4, 5))
-    text = Piece(np.arange(2048 - options.added), np.zeros(0, np.int64))
+    text = DocumentChunk(np.arange(2048 - options.added_tokens), np.zeros(0, np.int64))
     source = SimpleNamespace(sample=lambda n: text)
     stream, shares = BlankStream(source, options, 1, "train", None), []  # type: ignore[arg-type]
     for n in range(400):
@@ -365,7 +365,7 @@ def test_a_prefix_is_seen_by_all() -> None:
     assert blanks.source_square == pytest.approx(float(np.mean(np.square(shares))), abs=0.03)
     seen = Job(config, 768, OWN, cluster_node=8).batch
     assert seen.prefix == blanks.source_square
-    core = [unit_work(describe(config.model).blocks[0], ALONE, batch, Kernels()).attention_flops
+    core = [unit_work(describe(config.model).blocks[0], SINGLE_RANK, batch, Kernels()).attention_flops
             for batch in (seen, replace(seen, prefix=0.0))]  # fmt: skip
     assert core[0] / core[1] == pytest.approx(1.0 + seen.prefix)
 

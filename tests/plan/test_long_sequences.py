@@ -11,7 +11,7 @@ import pytest
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
 from meshwright.plan.job import checked_job
-from meshwright.plan.rank import expected
+from meshwright.plan.rank import planned_rank
 from meshwright.spec.model import gpt
 from tests.support.oracle import small_config
 
@@ -28,7 +28,7 @@ def peaks(recompute: dict[str, Any], **model: Any) -> tuple[float, float]:
         model=SHAPE | model, train=TRAIN, recompute=recompute, optimizer={"state_dtype": "bf16"}, run={"device": "cuda"}
     )
     stream = config.model.seq * config.model.hidden * 2
-    ran, said = run_rank(config, 1, 0, Device("meta")), expected(checked_job(config, 1), 0)
+    ran, said = run_rank(config, 1, 0, Device("meta")), planned_rank(checked_job(config, 1), 0)
     return said.most["peak"] / stream, ran.most["peak"] / stream
 
 

@@ -19,7 +19,7 @@ from meshwright.plan.memory import Memory
 from meshwright.plan.rank import bytes_at_peak
 from meshwright.plan.stack import STACKS, states_of
 from meshwright.spec.model.mlp import MLPPart
-from meshwright.spec.model.part import Kept
+from meshwright.spec.model.part import SavedTensor
 from tests.parity.cases import OFFLOAD
 from tests.support.oracle import Made, make_trainer, small_config
 from tests.support.ranks import run_ranks
@@ -173,13 +173,13 @@ def test_weights_that_are_their_own_masters_are_read_and_written_once() -> None:
 def test_a_wrong_formula_is_found(counted: dict[str, list[dict[str, int]]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Here an MLP claims to save its inner features only once. The planner's cache is bypassed."""
 
-    def once(mlp: MLPPart, at: Any, batch: Any, kernels: Any) -> list[Kept]:
-        return [Kept("mlp", batch.tokens(at) * mlp.width(at) * batch.element)]
+    def once(mlp: MLPPart, at: Any, batch: Any, kernels: Any) -> list[SavedTensor]:
+        return [SavedTensor("mlp", batch.tokens(at) * mlp.width(at) * batch.element)]
 
     real = counted["tp-sp"][0]["activations"]
-    monkeypatch.setattr(activations, "unit_kept", activations.unit_kept.__wrapped__)
+    monkeypatch.setattr(activations, "saved_by_unit", activations.saved_by_unit.__wrapped__)
     assert abs(said_of("tp-sp", 0).activations / real - 1.0) <= 0.05
-    monkeypatch.setattr(MLPPart, "kept", once)
+    monkeypatch.setattr(MLPPart, "saved", once)
     assert abs(said_of("tp-sp", 0).activations / real - 1.0) > 0.05
 
 

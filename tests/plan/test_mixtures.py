@@ -244,7 +244,7 @@ def test_hardly_anything_better_is_missed() -> None:
         if not first_broken_rule(shape.config, base.world)
         for zero in (1, 3)
         for mode in RECOMPUTE
-        if needed_gib(tried := shape.replaced(zero={"stage": zero}, recompute={"mode": mode}), H100)
+        if needed_gib(tried := shape.with_keys(zero={"stage": zero}, recompute={"mode": mode}), H100)
         <= H100.device.memory_gib
     )
     assert best <= found.candidates[0].cost.step_s <= 1.02 * best

@@ -44,7 +44,7 @@ def test_nothing_better_is_missed() -> None:
         for shape in shapes(base, SearchSpace())
         for zero in (range(4) if shape.layout.dp > 1 else (0,))
         for mode in RECOMPUTE
-        if needed_gib(tried := shape.replaced(zero={"stage": zero}, recompute={"mode": mode}), H100)
+        if needed_gib(tried := shape.with_keys(zero={"stage": zero}, recompute={"mode": mode}), H100)
         <= H100.device.memory_gib
     )
     assert found.candidates[0].cost.step_s == pytest.approx(best)
@@ -272,5 +272,5 @@ def test_states_divided_on_nodes_are_those_of_the_ranks_there() -> None:
         target = target_of("llama3-8b", [*words, f"layout.order={order}", "layout.node_size=8"], as_run=False)
         divided = job_of(target.config, 32)
         memory = rank_memory(divided, 0)
-        assert divided.sharding() == (1, shards, 16 // shards)
+        assert divided.sharding_over() == (1, shards, 16 // shards)
         assert memory.optimizer == 4 * memory.parameters // shards  # Two moments of 4 bytes for weights of 2.

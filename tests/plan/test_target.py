@@ -67,7 +67,9 @@ def test_a_published_split_is_of_its_own_stages_alone(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("command", ["cost", "simulate", "memory"])
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_is_answered(command: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [] if name in recipe_names() else H100 if command != "memory" else ["--world", "8"]
+    words = [] if name in recipe_names() else ["--world", "8"]
+    if command != "memory" and name not in recipe_names():
+        words = H100
     assert answer(capsys, [command, name, *words])
 
 

@@ -95,7 +95,7 @@ def test_column_parallel_outputs_are_gathered_along_features() -> None:
 
 
 def test_quantised_codes_are_decoded_before_they_are_summed() -> None:
-    """Ranks have scales of their own, and a sum of two codes leaves int8."""
+    """Each rank has its own scale, and a sum of two codes leaves int8."""
     codec, elements = Int8(ReduceConfig(kind="int8", block=16)), 4
     ranks = [torch.tensor([[1.0, -0.5, 0.25, 1.0]]), torch.tensor([[100.0, 50.0, -25.0, 100.0]])]
     messages = [codec.encode(x, None) for x in ranks]

@@ -14,7 +14,7 @@ import pytest
 
 from meshwright.config.sections import LOGGER_NAMES
 from meshwright.errors import UserError
-from meshwright.record.loggers import LOGGERS, Loggers, Start
+from meshwright.record.loggers import LOGGERS, LoggerFacts, Loggers
 from meshwright.record.run_folder import RunFolder
 from tests.support.oracle import small_config
 
@@ -22,7 +22,7 @@ CONFIG = {"train": {"steps": 4, "seed": 1}, "data": {"prefixes": ["a"]}}
 
 
 def write(folder: Path, name: str, steps: range = range(1, 4), step: int = 0) -> None:
-    start = Start(folder, CONFIG, step)
+    start = LoggerFacts(folder, CONFIG, step)
     folder.mkdir(exist_ok=True)
     found = Loggers([name], start)
     for n in steps:
@@ -46,7 +46,7 @@ def test_csv_gets_columns_as_they_come_and_forgets_lost_steps(tmp_path: Path) ->
     rows = list(csv.DictReader((folder / "metrics.csv").open()))
     assert [(row["step"], row["train/loss"]) for row in rows] == [("1", "9.0"), ("2", "8.0"), ("3", "7.0")]
     assert list(csv.DictReader((folder / "validation.csv").open())) == [{"step": "3", "validation/loss": "5.5"}]
-    found = Loggers(["csv"], Start(folder, CONFIG, 2))  # continues from step 2
+    found = Loggers(["csv"], LoggerFacts(folder, CONFIG, 2))  # continues from step 2
     found.log({"train/loss": 1.0, "train/mfu": 0.5}, 3)
     found.close()
     rows = list(csv.DictReader((folder / "metrics.csv").open()))
@@ -127,7 +127,7 @@ def test_trackio_gets_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 class Broken:
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: LoggerFacts) -> None:
         self.calls = 0
 
     def log(self, values: Any, step: int) -> None:
@@ -141,7 +141,7 @@ def test_a_logger_that_fails_is_said_once_and_stops_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(LOGGERS, "trackio", (Broken, "csv"))
-    found = Loggers(["trackio", "csv"], Start(tmp_path, CONFIG, 0))
+    found = Loggers(["trackio", "csv"], LoggerFacts(tmp_path, CONFIG, 0))
     for step in (1, 2):
         found.log({"train/loss": 1.0}, step)
     found.close()

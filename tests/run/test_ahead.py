@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.engine.losses import Gate, Normalisation, StepSums
-from meshwright.run.loop import Ahead
+from meshwright.engine.losses import Normalisation, StepSums, UpdateGate
+from meshwright.run.loop import LaunchAhead
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Recorder:
         self.step_number = result.step - 1
 
 
-def ahead_of(trainer: Any, *pauses: int) -> Ahead:
-    return Ahead(trainer, lambda step: step in pauses)
+def ahead_of(trainer: Any, *pauses: int) -> LaunchAhead:
+    return LaunchAhead(trainer, lambda step: step in pauses)
 
 
 def test_the_next_step_is_launched_before_one_is_read_but_not_beyond_a_pause() -> None:
@@ -86,7 +86,7 @@ def test_a_step_that_was_launched_after_a_bad_one_is_dropped_and_what_it_asked_f
         return found
 
     trainer.launch = launched  # type: ignore[method-assign]
-    ahead = Ahead(trainer, lambda step: False, settle)  # type: ignore[arg-type]
+    ahead = LaunchAhead(trainer, lambda step: False, settle)  # type: ignore[arg-type]
     first, second = (ahead.next(False) for _ in range(2))
     assert (first.step, first.stop, second.step, second.stop) == (1, False, 2, True)
     ahead_of_two = ["launch 3", "read 2", "read 3", "back 3", "back 2", "launch 2", "read 2"]
@@ -121,7 +121,7 @@ def test_a_save_takes_hold_once_where_the_trainer_stands(asked: int, runs_ahead:
 
 
 def test_a_bad_step_holds_back_those_after_it_until_it_is_released() -> None:
-    gate, normal = Gate(1), Normalisation(1.0)
+    gate, normal = UpdateGate(1), Normalisation(1.0)
     good, nan, spike = ([6.0, 2.0, 4.0], [float("nan"), 2.0, 4.0], [60.0, 2.0, 4.0])
 
     def held(numbers: list[float]) -> tuple[float, float]:

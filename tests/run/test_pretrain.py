@@ -255,5 +255,5 @@ def test_the_rank_that_writes_says_whether_a_run_is_new(writes: bool, tmp_path: 
     monkeypatch.setattr(pretrain, "refuse_finished", lambda *args: None)
     monkeypatch.setattr(pretrain, "check_shared", lambda *args: None)
     with pytest.raises(UserError, match="far enough"):
-        pretrain.run_owned(SimpleNamespace(ctx=ctx, writes=writes, modules=[]), None, None, 0.0)  # type: ignore[arg-type]
+        pretrain.run_in_owned_folder(SimpleNamespace(ctx=ctx, writes=writes, modules=[]), None, None, 0.0)  # type: ignore[arg-type]
     assert fresh_flags == [not writes]

@@ -20,7 +20,7 @@ class World:
     def __init__(self, writer: float) -> None:
         self.numbers = [writer]
 
-    def agreed(self, value: float, device: Any) -> float:
+    def max_over_ranks(self, value: float, device: Any) -> float:
         return max(value, self.numbers.pop(0) if self.numbers else 0.0)
 
 

@@ -40,7 +40,7 @@ def test_a_model_is_used_under_a_watchdog(monkeypatch: pytest.MonkeyPatch, fails
         "check": lambda *args: None, "enter": lambda *args: ("device", True),
         "build_context": lambda *args: SimpleNamespace(mesh="mesh", config=config), "build_modules": lambda *args: [],
         "load_weights": lambda *args: seen.append("load"), "leave": lambda: seen.append("leave"),
-        "watched": lambda *args: seen.append(str(args)) or Watch(),
+        "watchdog_for": lambda *args: seen.append(str(args)) or Watch(),
     }  # fmt: skip
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(evaluate, name, stand_in)
@@ -72,7 +72,7 @@ def test_a_check_is_watched_on_the_device_that_it_uses(monkeypatch: pytest.Monke
 
     stand_ins: dict[str, Any] = {
         "check": lambda *args: None, "enter": lambda *args: ("device", True),
-        "build_context": lambda *args, **named: SimpleNamespace(mesh="mesh"), "watched": watched,
+        "build_context": lambda *args, **named: SimpleNamespace(mesh="mesh"), "watchdog_for": watched,
     }  # fmt: skip
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(checking, name, stand_in)

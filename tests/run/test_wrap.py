@@ -104,7 +104,7 @@ def on_ranks(rank: int, world: int, folder: str) -> list[list[float]]:
         meshwright.wrap(other, BASE, loss=loss)
     with pytest.raises(UserError, match="built it with other parameters"):  # the message about a model provider
         check_own(sharded.trainer.ctx, nn.Linear(2, 2 + rank).double())
-    assert sharded.trainer.ctx.mesh.world.told(f"said by {rank}", torch.device("cpu")) == "said by 0"
+    assert sharded.trainer.ctx.mesh.world.broadcast_text(f"said by {rank}", torch.device("cpu")) == "said by 0"
     return [first, losses(cut, 0, 1), losses(again, 0, 1, first=STEPS), skipping]
 
 

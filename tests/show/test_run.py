@@ -29,7 +29,7 @@ from meshwright.show.units import clock, count, seconds, size, ticks
 from meshwright.spec.layout import Layout
 from meshwright.spec.model.description import describe, split_layers
 from meshwright.spec.model.graph import parameter_count
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 from meshwright.watch import live as module
 from meshwright.watch.live import Display
 from meshwright.watch.planned import planned_means
@@ -169,7 +169,7 @@ def test_a_line_of_the_head_ends_between_two_facts(columns: int) -> None:
 def test_parameters_equal_the_sum_over_stages() -> None:
     for tied in (True, False):
         c = config(model={"tied_embeddings": tied})
-        records = [r for s in split_layers(4, 2) for r in describe(c.model).records(ALONE, s).values()]
+        records = [r for s in split_layers(4, 2) for r in describe(c.model).records(SINGLE_RANK, s).values()]
         twice = 100 * 64 if tied else 0
         assert parameter_count(describe(c.model)) == sum(r.numel for r in records) - twice
 

@@ -20,9 +20,9 @@ from meshwright.dryrun.run_rank import make_rank, run_rank
 from meshwright.dryrun.stand_ins import fake_world, release
 from meshwright.errors import UserError
 from meshwright.plan.job import checked_job
-from meshwright.plan.rank import expected
+from meshwright.plan.rank import planned_rank
 from meshwright.spec.model.description import layout_of, model_of
-from meshwright.spec.model.part import ALONE, coordinate_of
+from meshwright.spec.model.part import SINGLE_RANK, coordinate_of
 from tests.support.oracle import small_config
 
 LLAMA = {
@@ -70,7 +70,9 @@ def test_a_dry_rank_is_the_planned_one(name: str) -> None:
     """
     world, config = DRY[name]
     for rank in (0, world - 1):
-        one = compare(rank, run_rank(config, world, rank, Device("meta")), expected(checked_job(config, world), rank))
+        one = compare(
+            rank, run_rank(config, world, rank, Device("meta")), planned_rank(checked_job(config, world), rank)
+        )
         assert one["equal"], one
         kept = one["most"]["activations"]
         fields = 3 if config.layout.pp == 1 else 2 * (rank == 0)  # with pp: the tokens of two micro-batches
@@ -152,14 +154,14 @@ def test_the_peak_has_what_the_kernel_of_attention_needs() -> None:
     model = LLAMA | {"heads": 16, "kv_heads": 2, "head_dim": 64, "ffn": 64, "seq": 1024}
     config = config_of("2d", (2, 2), {"model": model, "train": COMPILED})
     ran = run_rank(config, 4, 0, Device("meta")).most["peak"]
-    assert expected(checked_job(config, 4), 0).most["peak"] == pytest.approx(ran, rel=0.01)
+    assert planned_rank(checked_job(config, 4), 0).most["peak"] == pytest.approx(ran, rel=0.01)
 
 
 @pytest.mark.parametrize("name", list(DRY))
 def test_ranks_hold_every_element_as_often_as_they_say(name: str) -> None:
     world, config = DRY[name]
     layout, model = layout_of(config, world), model_of(config)
-    held = {record.name: np.zeros(record.shape) for record in model.records(ALONE).values()}
+    held = {record.name: np.zeros(record.shape) for record in model.records(SINGLE_RANK).values()}
     for rank in layout.group("tp", 0):
         for record in model.records(coordinate_of(layout, rank, False)).values():
             copies = np.prod([layout.size(axis) for axis in record.copies if axis.startswith("tp")] or [1])

@@ -69,12 +69,12 @@ def test_the_flight_record_keeps_the_last_and_numbers_by_group() -> None:
     flight = FlightRecord(keep=3)
     calls = [flight.begin(RecordedCall(group, "dp", "all_reduce", "reduce", None, 4, (0, 1))) for group in "aabab"]
     assert [call.number for call in calls] == [1, 2, 1, 3, 2] and len(flight.last) == 3
-    assert flight.holding() is calls[0] and flight.holding(longer_than=60.0) is None
+    assert flight.blocking_call() is calls[0] and flight.blocking_call(longer_than=60.0) is None
     calls[0].since = None  # launched, and no thread waits for it
-    assert flight.holding() is calls[1]
+    assert flight.blocking_call() is calls[1]
     for call in calls:
         assert flight.end(call) >= 0.0
-    assert flight.holding() is None and not flight.open
+    assert flight.blocking_call() is None and not flight.open
 
 
 class _Event:
@@ -91,11 +91,11 @@ def test_on_an_accelerator_a_call_holds_until_the_stream_has_passed_it() -> None
     first.event, second.event = _Event(True), _Event(False)
     flight.end(first)
     flight.end(second)
-    assert flight.holding() is second
+    assert flight.blocking_call() is second
     third = flight.begin(RecordedCall("tp", "tp", "all_reduce", "forward", 0, 4))
     assert first.event is None and flight.spare_events, "the event of a forgotten call is used again"
     second.event.reached = True
-    assert flight.holding() is third
+    assert flight.blocking_call() is third
 
 
 class _Failing:
@@ -127,7 +127,7 @@ def test_an_error_of_torch_becomes_a_sentence_that_names_the_call() -> None:
         with pytest.raises(CommError, match="another rank has probably stopped") as caught:
             group._call("all_reduce", torch.zeros(4), lambda later, words=words: _Failing(words).wait())
         assert caught.value.lost
-    assert not flight.open and flight.holding() is None
+    assert not flight.open and flight.blocking_call() is None
 
 
 def test_a_call_that_is_waited_for_at_once_is_one_call_of_torch_s() -> None:

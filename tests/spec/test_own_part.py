@@ -29,28 +29,28 @@ from meshwright.nn.norm import Norm
 from meshwright.nn.parallel import Parallel
 from meshwright.plan.job import job_of
 from meshwright.plan.memory import rank_parameters
-from meshwright.plan.rank import expected
+from meshwright.plan.rank import planned_rank
 from meshwright.spec.layout.params import Init, rows_of
 from meshwright.spec.model.description import gpt
 from meshwright.spec.model.graph import Model, parameter_count
 from meshwright.spec.model.linear import column_calls, row_calls, row_records
 from meshwright.spec.model.mlp import MLPPart
 from meshwright.spec.model.part import (
-    ALONE,
+    SINGLE_RANK,
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     MicroBatch,
     NamedPart,
     Part,
     Product,
     Records,
+    SavedTensor,
     Work,
 )
 from tests.support.oracle import (
     EXACT,
-    Whole,
+    WholeTensors,
     gather_global,
     load_into,
     make_trainer,
@@ -95,8 +95,8 @@ class Mixer(Part):
         for phase in ("forward", "backward"):
             yield Collective(phase, "tp", "all_reduce", batch.tokens(at) * batch.element)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        yield Kept("mixed", 4.0 * batch.tokens(at) * (self.width // at.size("tp")) * batch.element)
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+        yield SavedTensor("mixed", 4.0 * batch.tokens(at) * (self.width // at.size("tp")) * batch.element)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -138,7 +138,7 @@ def every_second(model: ModelConfig) -> Model:
     assert isinstance(mlp, MLPPart)
     mixer = NamedPart("mixer", "mixer", Mixer(model.hidden, model.ffn, mlp.init))
     other = replace(plain.blocks[0], parts=(*plain.blocks[0].parts[:-1], mixer))
-    return plain.mapped(lambda node: other if node.layer is not None and node.layer % 2 else node.unit)
+    return plain.map_units(lambda node: other if node.layer is not None and node.layer % 2 else node.unit)
 
 
 MODEL_KINDS.register("every-second", ModelKind(every_second, ("causal",), MODEL_KINDS["gpt"].supports))
@@ -169,7 +169,7 @@ class Task:
 Errors = dict[str, tuple[float, str]]
 
 
-def work(rank: int, world: int, tasks: list[Task], gradients: Whole, after: Whole) -> list[Errors]:
+def work(rank: int, world: int, tasks: list[Task], gradients: WholeTensors, after: WholeTensors) -> list[Errors]:
     """Return the errors of a rank against one process: gradients of the first batch, and parameters after two steps."""
     found = []
     for task in tasks:
@@ -183,7 +183,7 @@ def work(rank: int, world: int, tasks: list[Task], gradients: Whole, after: Whol
         if task.target:
             saver = Saver(trainer, Path(task.target), asynchronous=False, busy="wait", keep=0)
             saver.save()
-            saver.committed()
+            saver.wait_for_commit()
         trainer.step()
         errors["parameters"] = worst(parameters(trainer), after)
         found.append(errors)
@@ -191,7 +191,7 @@ def work(rank: int, world: int, tasks: list[Task], gradients: Whole, after: Whol
 
 
 @pytest.fixture(scope="module")
-def one_process() -> tuple[Whole, Whole]:
+def one_process() -> tuple[WholeTensors, WholeTensors]:
     trainer = make_trainer(config_of("one"))
     gradients = gather_global(true_gradients(trainer))
     for _ in range(2):
@@ -201,7 +201,7 @@ def one_process() -> tuple[Whole, Whole]:
 
 @pytest.mark.wide
 def test_it_trains_on_every_axis_and_resumes_on_another_layout(
-    one_process: tuple[Whole, Whole], tmp_path: Path
+    one_process: tuple[WholeTensors, WholeTensors], tmp_path: Path
 ) -> None:
     assert {"layers.1.mixer.gate", "layers.0.mlp.up.weight"} <= one_process[0].keys()
     saved = str(tmp_path / "run")
@@ -221,7 +221,7 @@ def test_a_dry_run_equals_the_plan_in_every_exact_line(name: str) -> None:
     world, config = CASES[name][0], config_of(name, "bf16")
     job = job_of(config, world)
     for rank in (0, world - 1):
-        one = compare(rank, run_rank(config, world, rank, Device("meta")), expected(job, rank))
+        one = compare(rank, run_rank(config, world, rank, Device("meta")), planned_rank(job, rank))
         assert one["equal"], one
 
 
@@ -233,7 +233,7 @@ def test_a_part_that_forgets_its_sum_is_found(monkeypatch: pytest.MonkeyPatch) -
     from meshwright.plan.communication import unit_collectives
 
     unit_collectives.cache_clear()
-    one = compare(0, run_rank(config, 4, 0, Device("meta")), expected(job_of(config, 4), 0))
+    one = compare(0, run_rank(config, 4, 0, Device("meta")), planned_rank(job_of(config, 4), 0))
     unit_collectives.cache_clear()
     wrong = {(call["phase"], call["axis"], call["op"]) for call in one["calls"] if not call["equal"]}
     assert wrong == {("forward", "tp", "all_reduce"), ("backward", "tp", "all_reduce")}
@@ -247,4 +247,4 @@ def test_the_planner_sums_over_both_kinds_of_blocks() -> None:
     assert more == model.layers // 2 * ((2 * h * f + f + h) - (2 * h * f + f))
     job = job_of(config_of("pp-zero1"), 4)
     assert [rank_parameters(job, rank) for rank in range(2)] != [0, 0]
-    assert every_second(model).records(ALONE)["blocks.1.mixer.gate"].name == "layers.1.mixer.gate"
+    assert every_second(model).records(SINGLE_RANK)["blocks.1.mixer.gate"].name == "layers.1.mixer.gate"

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.spec.layout.pieces import Piece, pieces, rounds
+from meshwright.spec.layout.pieces import VisibleBlock, pieces, rounds
 from meshwright.spec.layout.rows import ORDERS, RowTable
 
 
-def drawn(given: list[Piece], queries: int, keys: int) -> np.ndarray[Any, Any]:
+def drawn(given: list[VisibleBlock], queries: int, keys: int) -> np.ndarray[Any, Any]:
     """Count how often each pair of a query and a key is in a piece."""
     counts = np.zeros((queries, keys), np.int64)
     for piece in given:
@@ -45,8 +45,8 @@ def test_pieces_cover_what_is_visible_once(order: str, window: int) -> None:
     unsaid = total = 0
     for ranks, table, numbers in cases(order):
         every = table.order if order == "striped" else np.arange(len(table.order))
-        for queries in map(table.held, range(ranks)):
-            for keys in [*map(table.held, range(ranks)), every]:
+        for queries in map(table.rows_of, range(ranks)):
+            for keys in [*map(table.rows_of, range(ranks)), every]:
                 documents = [None if numbers is None else numbers[x] for x in (queries, keys)]
                 found, total = pieces(queries, keys, *documents, window), total + 1  # type: ignore[call-arg]
                 if found is None:
@@ -71,19 +71,22 @@ def test_pieces_cover_what_is_visible_once(order: str, window: int) -> None:
 
 def test_each_step_of_a_zigzag_ring_is_one_piece() -> None:
     table = ORDERS["zigzag"](64, 4, [64])
-    found = [pieces(table.held(1), table.held(rank)) for rank in range(4)]
+    found = [pieces(table.rows_of(1), table.rows_of(rank)) for rank in range(4)]
     assert found == [
-        [Piece(0, 16, 0, 8, False)], [Piece(0, 16, 0, 16, True)],
-        [Piece(8, 16, 0, 16, False)], [Piece(8, 16, 0, 16, False)],
+        [VisibleBlock(0, 16, 0, 8, False)], [VisibleBlock(0, 16, 0, 16, True)],
+        [VisibleBlock(8, 16, 0, 16, False)], [VisibleBlock(8, 16, 0, 16, False)],
     ]  # fmt: skip
-    assert pieces(table.held(1), np.arange(64)) == [Piece(0, 8, 0, 16, True), Piece(8, 16, 0, 56, True)]
+    assert pieces(table.rows_of(1), np.arange(64)) == [
+        VisibleBlock(0, 8, 0, 16, True),
+        VisibleBlock(8, 16, 0, 56, True),
+    ]
 
 
 def test_a_window_is_two_triangles_for_each_of_its_lengths() -> None:
     assert pieces(np.arange(12), np.arange(12), window=4) == [
-        Piece(0, 4, 0, 4, True),
-        Piece(4, 7, 1, 4, True, True), Piece(4, 8, 4, 8, True),
-        Piece(8, 11, 5, 8, True, True), Piece(8, 12, 8, 12, True),
+        VisibleBlock(0, 4, 0, 4, True),
+        VisibleBlock(4, 7, 1, 4, True, True), VisibleBlock(4, 8, 4, 8, True),
+        VisibleBlock(8, 11, 5, 8, True, True), VisibleBlock(8, 12, 8, 12, True),
     ]  # fmt: skip
 
 

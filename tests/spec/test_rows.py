@@ -17,8 +17,8 @@ from meshwright.spec.layout.rows import (
     by_key,
     causal_work,
     contiguous,
-    evened,
-    striped,
+    even_out,
+    stripe,
     zigzag,
 )
 
@@ -28,7 +28,7 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=8)
 @st.composite
 def tables(draw: st.DrawFn, rows: int, ranks: int) -> RowTable:
     """Draw one of the orders, or any assignment of rows to ranks in any local order."""
-    kind = draw(st.sampled_from([contiguous, striped, zigzag, None]))
+    kind = draw(st.sampled_from([contiguous, stripe, zigzag, None]))
     if kind is not None:
         return kind(rows, ranks)
     keys = draw(st.lists(st.integers(0, ranks - 1), min_size=rows, max_size=rows))
@@ -45,7 +45,7 @@ def two_tables(draw: st.DrawFn) -> tuple[RowTable, RowTable]:
 @given(two_tables())
 def test_a_table_holds_every_row_once_and_its_inverse_is_one(both: tuple[RowTable, RowTable]) -> None:
     for table in both:
-        held = [table.held(rank).tolist() for rank in range(table.ranks)]
+        held = [table.rows_of(rank).tolist() for rank in range(table.ranks)]
         every = list(range(len(table.order)))
         assert sorted(row for rows in held for row in rows) == every
         assert table.order[table.inverse].tolist() == table.inverse[table.order].tolist() == every
@@ -60,14 +60,14 @@ def test_zigzag_balances_causal_attention_exactly(ranks: int, part: int) -> None
     assert table.totals(work).tolist() == [rows * (rows + 1) // (2 * ranks)] * ranks
     assert balance(table.totals(work)) == balance(table.counts) == 1.0
     for rank in range(ranks):
-        parts = sorted({int(row) // part for row in table.held(rank)})
+        parts = sorted({int(row) // part for row in table.rows_of(rank)})
         assert parts == [rank, 2 * ranks - 1 - rank]
 
 
 def test_known_balances() -> None:
     work = causal_work(4096)
     assert balance(contiguous(4096, 8).totals(work)) == pytest.approx((1.875 * 4096 + 1) / 4097)
-    assert balance(striped(4096, 8).totals(work)) == pytest.approx(4104 / 4097)
+    assert balance(stripe(4096, 8).totals(work)) == pytest.approx(4104 / 4097)
 
 
 @given(LENGTHS, st.integers(1, 6))
@@ -99,15 +99,15 @@ def test_evening_moves_only_what_is_too_much(both: tuple[RowTable, RowTable]) ->
     table = both[0]
     if len(table.order) % table.ranks:
         with pytest.raises(AssertionError, match="can't be divided evenly"):
-            evened(table)
+            even_out(table)
         return
-    even = evened(table)
+    even = even_out(table)
     each = len(table.order) // table.ranks
     assert sorted(even.order.tolist()) == list(range(len(table.order))) and set(even.counts.tolist()) == {each}
     for rank in range(table.ranks):
-        held = even.held(rank).tolist()
+        held = even.rows_of(rank).tolist()
         assert held == sorted(held)
-        assert len(set(held) & set(table.held(rank).tolist())) == min(each, int(table.counts[rank]))
+        assert len(set(held) & set(table.rows_of(rank).tolist())) == min(each, int(table.counts[rank]))
 
 
 @given(st.integers(1, 6), st.integers(1, 8), st.lists(st.integers(1, 30), min_size=1, max_size=6))
@@ -123,7 +123,7 @@ def test_every_order_deals_every_row_in_equal_shares(ranks: int, part: int, docu
 
 
 def test_orders_by_hand() -> None:
-    held = {name: [order(8, 2, [5, 3]).held(rank).tolist() for rank in (0, 1)] for name, order in ORDERS.items()}
+    held = {name: [order(8, 2, [5, 3]).rows_of(rank).tolist() for rank in (0, 1)] for name, order in ORDERS.items()}
     assert held == {
         "zigzag": [[0, 1, 6, 7], [2, 3, 4, 5]],
         "striped": [[0, 2, 4, 6], [1, 3, 5, 7]],
@@ -141,7 +141,7 @@ def test_sorting_by_key_is_stable(experts: list[int], cut: tuple[int, int]) -> N
     table = by_key(experts, ranks, per_rank)
     assert table.order.tolist() == sorted(range(len(experts)), key=lambda row: experts[row])
     for rank in range(ranks):
-        assert {experts[row] // per_rank for row in table.held(rank)} <= {rank}
+        assert {experts[row] // per_rank for row in table.rows_of(rank)} <= {rank}
 
 
 def test_a_million_rows_are_quick() -> None:

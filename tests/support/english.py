@@ -1,4 +1,4 @@
-"""Checks the form of docstrings and comments: `python -m tests.support.english [FILE or FOLDER ...]` lists complaints.
+"""Checks the form of texts and names: `python -m tests.support.english [FILE or FOLDER ...]` lists complaints.
 
 A check of form cannot tell good English from bad. It stops the habits that made earlier texts hard to read: functions
 described by a noun or a fragment, "what is" used as a noun, and words that only this project used.
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("meshwright", "tests", "benchmarks", "examples")
 
-# A docstring that starts with one of these is a clause without a verb of its own.
+# A docstring that starts with one of these is a fragment.
 FRAGMENTS = {
     "what", "those", "whether", "of", "where", "who", "whose", "whom", "which", "how", "why", "when", "that", "by",
     "with", "from", "for", "on", "at", "as", "no", "not", "after", "before", "between", "if", "unless",
@@ -91,13 +91,24 @@ def _phrases(text: str) -> Iterator[str]:
             yield f"{plain[max(0, found.start() - 30) : found.end() + 20]!r}: {instead}"
 
 
-def complaints(source: str, in_tests: bool = False) -> list[Complaint]:
-    """Return (line, complaint) for every docstring and comment of a module that breaks a rule.
+def _nested(tree: ast.Module) -> Iterator[int]:
+    """Yield the lines of conditional expressions that contain another one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.IfExp):
+            parts = (part for child in ast.iter_child_nodes(node) for part in ast.walk(child))
+            if any(isinstance(part, ast.IfExp) for part in parts):
+                yield node.lineno
 
-    Tests are named after what they show, so the docstring of a test may be any sentence.
+
+def complaints(source: str, in_tests: bool = False) -> list[Complaint]:
+    """Return (line, complaint) for every docstring, comment and expression of a module that breaks a rule.
+
+    The name of a test is already a sentence, so its docstring may be any sentence.
     """
-    found: list[Complaint] = []
-    for node, line, text in _documented(ast.parse(source)):
+    tree = ast.parse(source)
+    nested = "a conditional expression inside another: use statements"
+    found: list[Complaint] = [(line, nested) for line in _nested(tree)]
+    for node, line, text in _documented(tree):
         statements = in_tests and getattr(node, "name", "").startswith("test")
         if complaint := _opening(node, text, statements):
             found.append((line, complaint))

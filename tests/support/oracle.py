@@ -15,7 +15,7 @@ from meshwright.check.made_samples import MadeTokens
 from meshwright.check.made_samples import made_for as made_for
 from meshwright.check.oracle import EXACT as EXACT
 from meshwright.check.oracle import Pairs as Pairs
-from meshwright.check.oracle import Whole as Whole
+from meshwright.check.oracle import WholeTensors as WholeTensors
 from meshwright.check.oracle import gather_global as gather_global
 from meshwright.check.oracle import parameters as parameters
 from meshwright.check.oracle import relative as relative
@@ -93,15 +93,15 @@ class Reference:
     STEPS_64 steps in float64. The losses are those of STEPS_32 steps in fp32.
     """
 
-    gradients: Whole
+    gradients: WholeTensors
     norms: list[float]
     counted: list[float]
-    parameters: Whole
-    moments: Whole
+    parameters: WholeTensors
+    moments: WholeTensors
     validation: float
     losses: list[float]
 
-    def of_kind(self, kind: str) -> Whole:
+    def of_kind(self, kind: str) -> WholeTensors:
         """Return the states of one kind only, since kinds differ in magnitude."""
         return {name: value for name, value in self.moments.items() if name.startswith(f"{kind}/")}
 

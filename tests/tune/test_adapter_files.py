@@ -50,7 +50,7 @@ def trained(base: Path, precision: str = "fp64", **tune: Any) -> Trainer:
 def save(trainer: Trainer, folder: Path) -> Path:
     saver = Saver(trainer, folder, asynchronous=False, busy="wait", keep=0)
     saver.save()
-    saver.committed()
+    saver.wait_for_commit()
     return newest(folder.parent)
 
 

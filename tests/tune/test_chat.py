@@ -12,8 +12,8 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.config.load import to_yaml
-from meshwright.data.chat_template import Broken, ChatTemplate
-from meshwright.data.conversations import Conversation, Pair, record_of
+from meshwright.data.chat_template import ChatTemplate, TemplateError
+from meshwright.data.conversations import Conversation, PreferencePair, record_of
 from meshwright.data.packed import PackedStream, best_fit
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer
 from meshwright.engine.datasets import datasets_of
@@ -95,16 +95,16 @@ def test_calls_of_tools_are_learned_and_their_results_are_not(model: Path) -> No
 def test_what_can_not_be_told_is_refused(model: Path) -> None:
     tokenizer = load_tokenizer(str(model))
     thoughts = talk([("user", "a"), ("assistant", "<think>x</think>b"), ("user", "c"), ("assistant", "d")])
-    with pytest.raises(Broken, match="changes earlier text when a turn is added"):
+    with pytest.raises(TemplateError, match="changes earlier text when a turn is added"):
         ChatTemplate(THINKING, SPECIAL).encode(thoughts, tokenizer)
     assert sum(ChatTemplate(THINKING, SPECIAL).encode(talk([("user", "a"), ("assistant", "b")]), tokenizer).mask) == 2
-    with pytest.raises(Broken, match="no message of the assistant"):
+    with pytest.raises(TemplateError, match="no message of the assistant"):
         ChatTemplate(CHATML, SPECIAL).encode(talk([("user", "a")]), tokenizer)
-    with pytest.raises(Broken, match="roles must alternate"):
+    with pytest.raises(TemplateError, match="roles must alternate"):
         ChatTemplate(CASES["mistral"][0], SPECIAL).render([{"role": "assistant", "content": "a"}])
-    with pytest.raises(Broken, match="can't be read"):
+    with pytest.raises(TemplateError, match="can't be read"):
         ChatTemplate("{% for %}", SPECIAL).render([])
-    with pytest.raises(Broken, match="unsafe"):  # a template is a program, and runs in a sandbox
+    with pytest.raises(TemplateError, match="unsafe"):  # a template is a program, and runs in a sandbox
         ChatTemplate("{{ messages.__class__.__mro__[-1].__subclasses__() }}", SPECIAL).render([])
 
 
@@ -128,7 +128,11 @@ def test_every_format_is_the_same_conversation() -> None:
     bad = {"role": "assistant", "content": "b"}
     for value in ({"prompt": "q", "chosen": "a", "rejected": "b"}, {"chosen": [ASKED, SAID], "rejected": [ASKED, bad]}):
         pair = record_of(value)
-        assert isinstance(pair, Pair) and pair.chosen.messages == [ASKED, SAID] and pair.rejected.messages[1] == bad
+        assert (
+            isinstance(pair, PreferencePair)
+            and pair.chosen.messages == [ASKED, SAID]
+            and pair.rejected.messages[1] == bad
+        )
     judged = record_of({"prompt": "q", "completion": "a", "label": False})
     assert isinstance(judged, Conversation) and judged.good is False
     for value in ({"text": "x"}, {"messages": []}, {"messages": [{"role": "alien", "content": ""}]},

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.config.load import config_from, load_config
-from meshwright.data.packed import Cut, cut_of, fitting_length
+from meshwright.data.packed import LengthLoss, cut_of, fitting_length
 from tests.interop.hf_models import save
 from tests.tune.test_chat import make_model
 
@@ -90,7 +90,7 @@ def test_what_a_short_sample_cuts_is_told(there: Path, capsys: pytest.CaptureFix
     better = int(said.err.split("--seq ")[1].split()[0])
     found = cut_of(["data/pairs"], 64)
     assert found.kept == 0 and found.empty == 80 and found.learned > 0
-    assert cut_of(["data/pairs"], better) == Cut(80, 0, 0, found.learned, found.learned)
+    assert cut_of(["data/pairs"], better) == LengthLoss(80, 0, 0, found.learned, found.learned)
     assert main([*chat, "--force", "--seq", str(better), "--json"]) == 0
     said = capsys.readouterr()
     assert not said.err and json.loads(said.out)["learned_kept"] == found.learned

@@ -16,7 +16,7 @@ from meshwright.checkpoint.load import Reader
 from meshwright.config.rules import first_broken_rule
 from meshwright.interop.hf import export_folder
 from meshwright.interop.peft import export_adapters
-from meshwright.nn.adapters.nf4 import rounded
+from meshwright.nn.adapters.nf4 import round_by_packing
 from meshwright.spec.layout.params import slices_of
 from tests.interop import hf_models
 from tests.support.oracle import make_trainer, parameters, small_config
@@ -54,7 +54,7 @@ def test_files_of_a_packed_run_compute_the_same(tune: dict[str, Any], tmp_path: 
     exact = peft_logits(hf_models.make("llama3", torch.float64, **SIZES), tmp_path / "peft", ids)
     for name, weight in model.named_parameters():
         if "proj" in name:
-            weight.data = rounded(weight.data)
+            weight.data = round_by_packing(weight.data)
     assert torch.allclose(ours, peft_logits(model, tmp_path / "peft", ids), rtol=1e-5, atol=1e-5)
     assert (ours - exact).abs().max() > 1e-2  # rounding changed the base
 

@@ -10,7 +10,7 @@ from meshwright.cli.dryrun import compare
 from meshwright.device import Device
 from meshwright.dryrun.run_rank import run_rank
 from meshwright.plan.job import checked_job
-from meshwright.plan.rank import expected
+from meshwright.plan.rank import planned_rank
 from tests.parity.expert_cases import LATENT
 from tests.support.oracle import small_config
 
@@ -58,7 +58,7 @@ def test_adapters_are_planned_as_they_run(name: str, kind: str) -> None:
     }  # fmt: skip
     config = small_config(**{key: {**base.get(key, {}), **given.get(key, {})} for key in {*base, *given}})
     for rank in {0, world - 1}:
-        said = expected(checked_job(config, world), rank)
+        said = planned_rank(checked_job(config, world), rank)
         found = compare(rank, run_rank(config, world, rank, Device("meta")), said)
         assert found["equal"], [each for each in found["calls"] if not each["equal"]]
         # A CPU saves less than is stated for norms with frozen weights.

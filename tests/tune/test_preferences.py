@@ -22,7 +22,7 @@ from meshwright.engine.step import Trainer
 from meshwright.models.graph_stage import GraphStage
 from meshwright.nn.adapters.adapters import without_adapters
 from meshwright.plan.job import checked_job
-from meshwright.plan.rank import expected
+from meshwright.plan.rank import planned_rank
 from meshwright.spec.layout.params import Init
 from tests.support.oracle import EXACT, Pairs, gather_global, make_trainer, small_config, true_gradients, worst
 from tests.support.ranks import run_ranks
@@ -165,7 +165,7 @@ def test_every_call_of_a_step_is_planned(loss: str) -> None:
     for world, more in [*PLANNED, *LAYOUTS] if loss == "orpo" else PLANNED:
         config = config_of(loss, run={"device": "cpu"}, **more if loss == "dpo" else {**more, "tune": {}})
         for rank in {0, world - 1}:
-            said = expected(checked_job(config, world), rank)
+            said = planned_rank(checked_job(config, world), rank)
             found = compare(rank, run_rank(config, world, rank, Device("meta")), said)
             assert found["equal"], [each for each in found["calls"] if not each["equal"]]
             assert found["most"]["peak"]["ratio"] == pytest.approx(1.0, abs=0.2)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from meshwright.cli.main import main
-from meshwright.infer.scoring import Continued, Score, scores
+from meshwright.infer.scoring import Continuation, Score, scores
 from tests.cli.test_text_commands import write_tokenizer
 from tests.interop.hf_models import save
 from tests.support.oracle import make_trainer, small_config
@@ -33,9 +33,9 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def texts() -> list[Continued]:
+def texts() -> list[Continuation]:
     random = np.random.default_rng(5)
-    return [Continued(random.integers(0, 53, 3 + n).tolist(), 1 + n % 3) for n in range(12)]
+    return [Continuation(random.integers(0, 53, 3 + n).tolist(), 1 + n % 3) for n in range(12)]
 
 
 def scored(rank: int, world: int, cases: list[dict[str, Any]]) -> list[list[Score]]:

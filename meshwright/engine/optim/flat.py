@@ -108,7 +108,8 @@ class FlatState:
 
         halves = (buffer.key.dtype, master_dtype) == (torch.bfloat16, torch.float32)
         self.paired = halves and set(offload.places) == {Place.DEVICE}
-        masters = StateStore.existing(own) if self.in_place else new(torch.int16 if self.paired else master_dtype)
+        new_dtype = torch.int16 if self.paired else master_dtype
+        masters = StateStore.existing(own) if self.in_place else new(new_dtype)
         if not self.in_place and not self.paired:
             for master, params in zip(masters.shares, own, strict=True):
                 master.copy_(params)

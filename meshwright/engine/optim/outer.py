@@ -23,15 +23,15 @@ from meshwright.comm.group import Group
 from meshwright.config.replicas import LocalConfig
 from meshwright.engine.optim.flat import FlatState
 from meshwright.engine.optim.owned import MatrixState
-from meshwright.engine.sharding.buffers import OUTER, PARAM, REPLICA_STATE, Bucket, BufferKey, Rows, Slot, State
+from meshwright.engine.sharding.buffers import OUTER, PARAM, REPLICA_STATE, Bucket, BufferKey, Slot, State, StateRows
 from meshwright.engine.sharding.compression.make import replica_sums
-from meshwright.engine.sharding.compression.residual import Compressing
+from meshwright.engine.sharding.compression.residual import CompressingReducer
 from meshwright.engine.sharding.data_parallel import DataParallel
 from meshwright.engine.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer
-from meshwright.engine.sharding.remainders import PairedTensor, Values, plain
+from meshwright.engine.sharding.remainders import PairedTensor, Values, as_tensor
 from meshwright.spec.layout.layout import REPLICAS
 from meshwright.spec.layout.params import stream_seed
-from meshwright.spec.traffic.fragments import Moment, fragment_bounds, moment_of
+from meshwright.spec.traffic.fragments import FragmentMoment, fragment_bounds, moment_of
 from meshwright.spec.traffic.placement import Split
 
 OWN = 0.5  # the weight of a replica's local parameters if it continued to train while the sum was in flight
@@ -72,7 +72,7 @@ class OuterState:
 
     def __init__(self, inner: FlatState, config: LocalConfig, replicas: Group) -> None:
         self.inner, self.buffer = inner, inner.buffer
-        self.params = [plain(master).to(inner.dtype, copy=True) for master in inner.master]
+        self.params = [as_tensor(master).to(inner.dtype, copy=True) for master in inner.master]
         self.momentum = [torch.zeros_like(x) for x in self.params] if config.has_momentum else []
         self.pieces: list[list[Piece]] = []
         self.arriving: list[Tensor] = []
@@ -134,7 +134,7 @@ class OuterOptimizer:
         self.reducer: Reducer = replica_sums(config, seed).make()
         summed = [state for state in self.states.values() if self._compresses(state)]
         self.reducer.prepare([state.stand_in for state in summed])  # type: ignore[misc]
-        if isinstance(self.reducer, Compressing) and self.reducer.residuals:
+        if isinstance(self.reducer, CompressingReducer) and self.reducer.residuals:
             for state in summed:
                 state.keep_residuals(self.reducer.residuals)
         device = states[0].buffer.device if states else torch.device("cpu")
@@ -142,7 +142,7 @@ class OuterOptimizer:
         self.tokens = torch.zeros(config.fragments, self.replicas.size, dtype=torch.float64, device=device)
         self.under_way: set[int] = set()
         self._works: dict[tuple[Bucket, int], PendingReduction] = {}
-        self._moment: Moment | None = None
+        self._moment: FragmentMoment | None = None
         self._weights: dict[int, Tensor] = {}
 
     @staticmethod
@@ -210,14 +210,14 @@ class OuterOptimizer:
             return
         sums = self._sums(state, bucket, piece)
         moved = sums[: piece.high - piece.low]
-        torch.sub(state.params[bucket.index][piece.low : piece.high], plain(state.master(bucket, piece)), out=moved)
+        torch.sub(state.params[bucket.index][piece.low : piece.high], as_tensor(state.master(bucket, piece)), out=moved)
         moved.mul_(self._weights[f])
         # The padding takes part in the all-reduce.
         sums[moved.numel() :].zero_()
         reducer = self.reducer if self._compresses(state) else PLAIN_REDUCER
         self._works[bucket, f] = reducer.all_reduce(piece.bucket, sums, self.replicas)
         # A compressed sum takes two calls. The second one begins in the same step, whatever the delay.
-        if isinstance(reducer, Compressing):
+        if isinstance(reducer, CompressingReducer):
             reducer.proceed()
 
     def _sums(self, state: OuterState, bucket: Bucket, piece: Piece) -> Tensor:
@@ -245,7 +245,7 @@ class OuterOptimizer:
             momentum.mul_(self.config.momentum).add_(mean)
             mean.add_(momentum, alpha=self.config.momentum)
         outer.sub_(mean, alpha=self.config.lr)
-        state.set_master(bucket, piece, outer.lerp(plain(state.master(bucket, piece)), own) if own else outer)
+        state.set_master(bucket, piece, outer.lerp(as_tensor(state.master(bucket, piece)), own) if own else outer)
 
     def _wait(self, bucket: Bucket, f: int) -> None:
         if (work := self._works.pop((bucket, f), None)) is not None:
@@ -259,7 +259,7 @@ class OuterOptimizer:
         """
         for bucket, f in list(self._works):
             self._wait(bucket, f)
-        rows = Rows(self.replicas.index, self.replicas.size)
+        rows = StateRows(self.replicas.index, self.replicas.size)
         for own in inner:
             yield own._replace(name=REPLICA_STATE + own.name, replica=rows) if own.buffer.key.trained else own
         for state in self.states.values():

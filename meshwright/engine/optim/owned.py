@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.engine.optim.matrices import Matrix
-from meshwright.engine.sharding.buffers import FlatBuffer, Rows, Slot
+from meshwright.engine.sharding.buffers import FlatBuffer, Slot, StateRows
 from meshwright.engine.sharding.remainders import Values
 from meshwright.spec.layout.params import Box, Init, ParamRecord, row_of
 
@@ -44,8 +44,8 @@ class MatrixState(NamedTuple):
     name: str
     buffer: FlatBuffer
     held: dict[int, Owned]
-    replica: Rows | None = None
-    additive: Rows | None = None
+    replica: StateRows | None = None
+    additive: StateRows | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -63,7 +63,7 @@ class MatrixState(NamedTuple):
         """Return the record in a checkpoint without replicas."""
         return self.held[id(slot)].record
 
-    def saved(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
+    def saved_values(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
         yield self._in_row(self.held[id(slot)].written), self.values(slot, low, high)
 
     def _in_row(self, record: ParamRecord) -> ParamRecord:

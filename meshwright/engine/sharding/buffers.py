@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from meshwright.config.memory import Place
 from meshwright.device import is_host
 from meshwright.engine.sharding.offload import StateStore
-from meshwright.engine.sharding.remainders import PairedTensor, Values, plain
+from meshwright.engine.sharding.remainders import PairedTensor, Values, as_tensor
 from meshwright.nn.parallel import draw_parameter, is_unallocated, record_of
 from meshwright.nn.weight_grad import Sink
 from meshwright.spec.layout import Layout
@@ -100,7 +100,8 @@ class ReleasableTensor:
 
     def __init__(self, tensor: Tensor, pages: mmap.mmap | None = None) -> None:
         self.tensor, self.allocated = tensor, True
-        self._pages, self._bytes = pages, tensor.untyped_storage().nbytes()
+        self._pages = pages
+        self._bytes = tensor.untyped_storage().nbytes()
 
     @classmethod
     def of(cls, size: int, dtype: torch.dtype, device: torch.device) -> ReleasableTensor:
@@ -232,8 +233,10 @@ class FlatBuffer:
         low, high = share = self.split.share(start, stop)
         # In stages 2 and 3, `self.grads` has only this rank's shards, one after the other.
         own = slice(start // self.split.shards, stop // self.split.shards)
-        params, own_params = ReleasableTensor(self.params[start:stop]), self.params[low:high]
-        grads, own_grads = ReleasableTensor(self.grads[start:stop]), self.grads[low:high]
+        params = ReleasableTensor(self.params[start:stop])
+        own_params = self.params[low:high]
+        grads = ReleasableTensor(self.grads[start:stop])
+        own_grads = self.grads[low:high]
         if self.split.stage == 3:
             assert self.store is not None
             params = ReleasableTensor.of(stop - start, self.params.dtype, self.device)
@@ -298,20 +301,20 @@ class FlatBuffer:
         return ranges
 
 
-class Rows(NamedTuple):
+class StateRows(NamedTuple):
     """This rank's row, and the number of rows, of a state that has one row for each of several ranks."""
 
     row: int
     rows: int
 
-    def saved_as(self, rows: int) -> Iterator[Rows]:
+    def saved_as(self, rows: int) -> Iterator[StateRows]:
         """Yield this row among `rows`, and then the additional rows that this rank has to fill.
 
         Several parameters may hold slices of one global tensor (query rows and copied key-value rows), and one of them
         may have fewer rows than another. Its ranks then also fill the rows `row + self.rows`, `row + 2 * self.rows` and
         so on, so that together they fill all.
         """
-        yield from (Rows(row, rows) for row in range(self.row, rows, self.rows))
+        yield from (StateRows(row, rows) for row in range(self.row, rows, self.rows))
 
 
 PARAM = "param"  # the state of master weights or, without them, of the weights
@@ -330,8 +333,8 @@ class State(NamedTuple):
     name: str
     buffer: FlatBuffer
     tensors: Sequence[Values]
-    additive: Rows | None = None
-    replica: Rows | None = None
+    additive: StateRows | None = None
+    replica: StateRows | None = None
     summed: bool = False
     absorbs: str = ""
     begins: Sequence[Values] = ()
@@ -346,7 +349,7 @@ class State(NamedTuple):
         """Return the record in a checkpoint without replicas, of a state that is not additive."""
         return slot.record
 
-    def saved(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
+    def saved_values(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
         """Yield the records and values that a checkpoint holds for elements low to high.
 
         Rows that this parameter does not have, but another slice of its global tensor has, are zeros.
@@ -357,9 +360,9 @@ class State(NamedTuple):
             return
         # The checkpoint is written while the next backward changes a reducer's state, so a copy is needed.
         first, *others = self.additive.saved_as(self.widest.get(slot.record.name, self.additive.rows))
-        yield row_of(slot.record, *first), plain(values).clone()
+        yield row_of(slot.record, *first), as_tensor(values).clone()
         for row in others:
-            yield row_of(slot.record, *row), torch.zeros_like(plain(values))
+            yield row_of(slot.record, *row), torch.zeros_like(as_tensor(values))
 
     def clear(self, slot: Slot | None = None) -> None:
         """Reset the state, or that of one parameter, to its value in a new run."""
@@ -370,26 +373,27 @@ class State(NamedTuple):
             pairs = [(self.values(slot, *held), reset.values(slot, *held))]
         for tensor, begin in pairs:
             if self.begins:
-                tensor[:] = plain(begin)
+                tensor[:] = as_tensor(begin)
             else:
                 tensor.zero_()
 
     def holds(self, slot: Slot) -> tuple[int, int]:
         """Return the range (low, high) of a parameter's elements that this rank holds; it is empty if high <= low."""
-        low, high = self._covered(slot)
+        low, high = self._covered_range(slot)
         return max(low, slot.start) - slot.start, min(high, slot.stop) - slot.start
 
     def values(self, slot: Slot, low: int, high: int) -> Values:
         """Return elements low to high of a parameter, which this rank must hold."""
-        at = slot.start - self._covered(slot)[0]
+        at = slot.start - self._covered_range(slot)[0]
         return self.tensors[slot.bucket][at + low : at + high]
 
-    def _covered(self, slot: Slot) -> tuple[int, int]:
+    def _covered_range(self, slot: Slot) -> tuple[int, int]:
         """Return the range of the buffer that the tensor of the slot's bucket covers.
 
         It is the bucket, this rank's share, or the part of the share that this rank writes to checkpoints.
         """
-        bucket, size = self.buffer.buckets[slot.bucket], self.tensors[slot.bucket].numel()
+        bucket = self.buffer.buckets[slot.bucket]
+        size = self.tensors[slot.bucket].numel()
         ranges = [(bucket.start, bucket.stop), bucket.share, self.buffer.split.written(bucket.start, bucket.stop)]
         return next((low, high) for low, high in ranges if high - low == size)
 
@@ -405,10 +409,10 @@ class SideState(NamedTuple):
     name: str
     buffer: FlatBuffer
     held: dict[int, tuple[Tensor, ParamRecord]]
-    rows: Rows
+    rows: StateRows
     draw: Callable[[Slot], None]
-    additive: Rows | None = None
-    replica: Rows | None = None
+    additive: StateRows | None = None
+    replica: StateRows | None = None
     widest: Mapping[str, int] = {}
 
     @property
@@ -427,7 +431,7 @@ class SideState(NamedTuple):
     def own_record(self, slot: Slot) -> ParamRecord:
         return self.record(slot)
 
-    def saved(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
+    def saved_values(self, slot: Slot, low: int, high: int) -> Iterator[tuple[ParamRecord, Values]]:
         """Yield the records and values that a checkpoint holds for a parameter's tensor.
 
         Rows that only other slices of the global tensor have get copies of it.
@@ -435,7 +439,7 @@ class SideState(NamedTuple):
         for row in self._rows_of(slot):
             yield row_of(self.held[id(slot)][1], *row), self.values(slot, low, high).clone()
 
-    def _rows_of(self, slot: Slot) -> list[Rows]:
+    def _rows_of(self, slot: Slot) -> list[StateRows]:
         return list(self.rows.saved_as(self.widest.get(slot.record.name, self.rows.rows)))
 
     def clear(self, slot: Slot | None = None) -> None:

@@ -33,14 +33,14 @@ from meshwright.engine.sharding.buffers import (
     Bucket,
     BufferKey,
     FlatBuffer,
-    Rows,
     SideState,
     Slot,
     State,
+    StateRows,
     build_buffers,
     with_widest_rows,
 )  # fmt: skip
-from meshwright.engine.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer, ReducerPlan, mixing
+from meshwright.engine.sharding.reducers import PLAIN_REDUCER, PendingReduction, Reducer, ReducerPlan, mixing_alignment
 from meshwright.engine.sharding.reduction import EveryMicroBatch, OncePerStep
 from meshwright.engine.sharding.weights import GatedUnit, WeightGatherer, find_units, number_units
 from meshwright.errors import UserError
@@ -88,7 +88,8 @@ class DataParallel:
         """
         overlap = overlap or OverlapConfig()
         self.mesh, self.reducer = mesh, reducer
-        modules, self._zero = list(modules), zero or ZeroConfig()
+        modules = list(modules)
+        self._zero = zero or ZeroConfig()
         self._groups: dict[BufferKey, DataGroups] = {}
         self._counted: list[Tensor] | None = None
         self._device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
@@ -96,7 +97,7 @@ class DataParallel:
         params_at = (self._zero.offload.params_at, Path(self._zero.offload.path))
         self.buffers, slots = build_buffers(
             modules, self._split, bucket_mib, number_units(units), grad_dtype, params_at, seed,
-            (mesh.layout, align) if (align := mixing(reducer, outer)) else None, releases_grads,
+            (mesh.layout, align) if (align := mixing_alignment(reducer, outer)) else None, releases_grads,
         )  # fmt: skip
         self.stage = max((buffer.split.stage for buffer in self.buffers), default=0)
         self._check_ties()
@@ -201,7 +202,8 @@ class DataParallel:
         self._each.finish()
         with self.mesh.ledger.phase("reduce"):
             for buffer in self.trained:
-                replicas, reducer = self.groups(buffer).replicas, self._reducer_of(buffer)
+                replicas = self.groups(buffer).replicas
+                reducer = self._reducer_of(buffer)
                 if buffer.split.stage and not replicas.alone:
                     _wait([reducer.all_reduce(bucket, bucket.own_grads, replicas) for bucket in buffer.buckets])
             # Axis by axis, because all ranks need the same order, and the order of buffers may differ between stages.
@@ -213,7 +215,8 @@ class DataParallel:
     def add_to_frozen(self, parameter: nn.Parameter, change: Tensor) -> None:
         """Add a change to a frozen parameter. Every rank that holds the parameter must compute the same change."""
         buffer, slot = next((b, s) for b in self.buffers for s in b.slots if s.parameter is parameter)
-        bucket, flat = buffer.buckets[slot.bucket], change.flatten()
+        bucket = buffer.buckets[slot.bucket]
+        flat = change.flatten()
         if bucket.stage < 3:
             slot.view.add_(change)
             return
@@ -231,7 +234,9 @@ class DataParallel:
         states = list(self.reducer.states())
         names = {(name, buffer.key) for name, buffer, _ in states}
         for name, buffer, tensors in states:
-            groups, first, size = self.groups(buffer), buffer.buckets[0], tensors[0].numel()
+            groups = self.groups(buffer)
+            first = buffer.buckets[0]
+            size = tensors[0].numel()
             # Ranks whose tensors cover different elements need no separate rows.
             disjoint = [] if size == first.stop - first.start else [groups.shards]
             disjoint += [groups.replicas] if size < first.share[1] - first.share[0] else []
@@ -249,7 +254,7 @@ class DataParallel:
         """Refuse tied weights that are trained on one stage and frozen on the other: the all-reduce would hang."""
         for record in (slot.record for buffer in self.buffers for slot in buffer.slots):
             if record.tied and "embedding" in record.copies and not is_meta(self._device):
-                frozen = self.mesh.group("embedding").agreed(float(not record.trained), self._device)
+                frozen = self.mesh.group("embedding").max_over_ranks(float(not record.trained), self._device)
                 if frozen and record.trained:
                     raise UserError(
                         f"{record.name} is tied and frozen on one of its two stages only: freeze it in the embedding "
@@ -300,12 +305,13 @@ class _Counted:
             self._work.wait()
 
 
-def _row_in(groups: Sequence[Group]) -> Rows:
+def _row_in(groups: Sequence[Group]) -> StateRows:
     """Return this rank's index in the product of several groups, and the size of the product."""
     row, rows = 0, 1
     for group in groups:
-        row, rows = row * group.size + group.index, rows * group.size
-    return Rows(row, rows)
+        row = row * group.size + group.index
+        rows = rows * group.size
+    return StateRows(row, rows)
 
 
 def _wait(works: Sequence[PendingReduction]) -> None:

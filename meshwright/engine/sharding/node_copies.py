@@ -32,16 +32,16 @@ class NodeCopies:
         """Mark the copy of a bucket, or of all, as stale, because the weights have changed or may have changed."""
         self._current = set() if bucket is None else self._current - {bucket}
 
-    def gathered(self, bucket: Bucket, ledger: Ledger, phase: str) -> PendingReduction | None:
+    def begin_gather(self, bucket: Bucket, ledger: Ledger, phase: str) -> PendingReduction | None:
         """Begin to gather a bucket inside the node. Return None if the node has no current copy of it."""
         if bucket not in self._current:
             return None
         with ledger.phase(phase), ledger.layer(None):
             return self._groups[bucket].all_gather(bucket.params.tensor, self.parts[bucket], wait=False)
 
-    def copying(self, bucket: Bucket, pending: PendingReduction) -> PendingReduction:
+    def wrap_gather(self, bucket: Bucket, pending: PendingReduction) -> PendingReduction:
         """Wrap a gather from all ranks so that it also keeps this rank's part, if the bucket has a copy."""
-        return Copying(self, bucket, pending) if bucket in self.parts else pending
+        return CopyingGather(self, bucket, pending) if bucket in self.parts else pending
 
     def copy(self, bucket: Bucket) -> None:
         group = self._groups[bucket]
@@ -49,7 +49,7 @@ class NodeCopies:
         self._current.add(bucket)
 
 
-class Copying:
+class CopyingGather:
     """A gather in flight. Its `wait` also stores this rank's part of the node's copy."""
 
     def __init__(self, copies: NodeCopies, bucket: Bucket, pending: PendingReduction) -> None:

@@ -210,7 +210,8 @@ class Prefetcher:
         fetches = ([self._fetch(store, piece, number) for store in stores] for number, piece in enumerate(order))
         next_fetches = next(fetches, [])
         for number, piece in enumerate(order):
-            current_fetches, next_fetches = next_fetches, next(fetches, [])
+            current_fetches = next_fetches
+            next_fetches = next(fetches, [])
             yield piece, [wait() for wait in current_fetches]
             self._copy_back(piece, number)
             # The buffer of the previous write is the next one to be read into, so only the latest write may be left.
@@ -226,7 +227,8 @@ class Prefetcher:
 
     def _fetch(self, at: int, piece: StatePiece, number: int) -> Callable[[], Tensor]:
         """Begin to copy a chunk of a store. Return a function that waits for the copy and returns its tensor."""
-        store, size = self.stores[at], piece.high - piece.low
+        store = self.stores[at]
+        size = piece.high - piece.low
         stored = store.shares[piece.share][piece.low : piece.high]
         if not self._rings[at]:
             return lambda: stored

@@ -42,7 +42,7 @@ class Links(NamedTuple):
     extra: float = 0.0
 
 
-class Network(Protocol):
+class LinkCost(Protocol):
     """The planner's cost model of the links: the seconds of a call with `payload` bytes over a group of `ranks`.
 
     `on_node` is the number of the group's ranks on one node.
@@ -100,7 +100,7 @@ class ReducerPlan(Protocol):
         """Return True if a sum of this size begins during backward."""
 
     def seconds(
-        self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
+        self, network: LinkCost, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
         on_node: int,
     ) -> float:  # fmt: skip
         """Return the seconds of the sum whose calls `calls` lists, without the time for compressing messages."""
@@ -171,7 +171,7 @@ class CollectiveSums:
         return True
 
     def seconds(
-        self, network: Network, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
+        self, network: LinkCost, op: str, elements: int, element_bytes: int, ranks: int, records: Sequence[ParamRecord],
         on_node: int,
     ) -> float:  # fmt: skip
         calls = self.calls(op, elements, element_bytes, ranks, records, on_node)
@@ -215,6 +215,6 @@ class PlainReducer(CollectiveSums):
 PLAIN_REDUCER = PlainReducer()
 
 
-def mixing(*plans: ReducerPlan) -> int:
+def mixing_alignment(*plans: ReducerPlan) -> int:
     """Return the alignment of parameters in buffers that one of these reducers mixes, or 0 if none of them mixes."""
     return max((plan.align for plan in plans if plan.mixes), default=0)

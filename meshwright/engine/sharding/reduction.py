@@ -33,7 +33,9 @@ class OncePerStep:
     """
 
     def __init__(self, buckets: Sequence[Bucket], launch: Launch, overlaps: bool = True) -> None:
-        self.buckets, self._launch, self._overlaps = list(buckets), launch, overlaps
+        self.buckets = list(buckets)
+        self._launch = launch
+        self._overlaps = overlaps
         self._index = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._expected: dict[int, int] = {}  # contributions per micro-batch by the slot's id, once known
@@ -43,7 +45,7 @@ class OncePerStep:
         self._waiting: list[int] = []
 
     def sink(self, sinks: SinkTable, bucket: Bucket, slot: Slot) -> Sink:
-        return sinks.add(slot.grad, partial(self._arrived, bucket, slot), bucket.allocate_grads)
+        return sinks.add(slot.grad, partial(self._on_gradient, bucket, slot), bucket.allocate_grads)
 
     def begin(self, micro_batches: int) -> None:
         self._micro_batches = micro_batches
@@ -53,7 +55,7 @@ class OncePerStep:
             if bucket.buffer.releases_grads:
                 bucket.grads.release()
 
-    def _arrived(self, bucket: Bucket, slot: Slot, sink: Sink) -> None:
+    def _on_gradient(self, bucket: Bucket, slot: Slot, sink: Sink) -> None:
         if not self._expected or not self._overlaps:
             return
         index = self._index[id(bucket)]
@@ -105,7 +107,9 @@ class EveryMicroBatch:
         self, buckets: Sequence[Bucket], launch: Launch, uses: Mapping[int, int], late: Mapping[int, int],
         overlaps: bool = True,
     ) -> None:  # fmt: skip
-        self.buckets, self._launch, self._most = list(buckets), launch, 1 + IN_FLIGHT if overlaps else 0
+        self.buckets = list(buckets)
+        self._launch = launch
+        self._most = 1 + IN_FLIGHT if overlaps else 0
         self._index = {id(bucket): i for i, bucket in enumerate(self.buckets)}
         self._late = {index: late[at] for at, index in self._index.items() if at in late}
         self._expected = [sum(uses.get(id(slot.parameter), 1) for slot in bucket.slots) for bucket in self.buckets]
@@ -114,7 +118,7 @@ class EveryMicroBatch:
         self.begin(0)
 
     def sink(self, sinks: SinkTable, bucket: Bucket, slot: Slot) -> Sink:
-        return sinks.add(slot.grad, partial(self._arrived, bucket), partial(self._prepare, bucket))
+        return sinks.add(slot.grad, partial(self._on_gradient, bucket), partial(self._prepare, bucket))
 
     def begin(self, micro_batches: int) -> None:
         self._arrivals = [0] * len(self.buckets)
@@ -126,7 +130,7 @@ class EveryMicroBatch:
             self._finish_oldest()
         bucket.allocate_grads()
 
-    def _arrived(self, bucket: Bucket, sink: Sink) -> None:
+    def _on_gradient(self, bucket: Bucket, sink: Sink) -> None:
         index = self._index[id(bucket)]
         assert bucket.grads.allocated, "a gradient was written where there is no memory"
         self._arrivals[index] += 1

@@ -93,7 +93,7 @@ class PairedTensor:
 Values = Tensor | PairedTensor
 
 
-def plain(values: Values) -> Tensor:
+def as_tensor(values: Values) -> Tensor:
     """Return the values as a tensor: unchanged if they are one, else joined in a new tensor."""
     return values.join() if isinstance(values, PairedTensor) else values
 

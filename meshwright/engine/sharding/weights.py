@@ -33,7 +33,7 @@ Pass = tuple[int, str, bool]  # a chunk, "forward" or "backward", and True in a 
 
 
 class GatedUnit:
-    """The gate of one unit (see `nn.unit.Gate`). `chunk` is the local chunk that it belongs to."""
+    """The gate of one unit (see `nn.unit.WeightGate`). `chunk` is the local chunk that it belongs to."""
 
     def __init__(self, module: nn.Module, chunk: int, whole_chunk: bool, foreign: bool = False) -> None:
         self.module, self.chunk, self.whole_chunk = module, chunk, whole_chunk
@@ -98,7 +98,8 @@ class WeightGatherer:
         for unit in units:
             used = [bucket_of[id(slots[id(p)])] for p in unit.module.parameters() if id(p) in slots]
             unit.buckets = list(dict.fromkeys(used))
-            unit.weights, unit.closes = self, any(bucket.stage == 3 for bucket in unit.buckets)
+            unit.weights = self
+            unit.closes = any(bucket.stage == 3 for bucket in unit.buckets)
             if any(bucket.stage for bucket in unit.buckets) and not unit.whole_chunk:
                 setattr(unit.module, GATE, unit)
 
@@ -151,7 +152,8 @@ class WeightGatherer:
         if self._action is None:
             return
         self._opened.append(unit)
-        order, at = self._orders.get(self._action, []), len(self._opened)
+        order = self._orders.get(self._action, [])
+        at = len(self._opened)
         if unit.foreign and unit.closes and order and (at > len(order) or order[at - 1] is not unit):
             raise UserError(
                 "the module went through its blocks in another order than in the pass before, as where layers are "
@@ -174,7 +176,7 @@ class WeightGatherer:
 
     def _gather(self, bucket: Bucket) -> None:
         phase = self.ledger.current_phase if self.ledger.validating else "gather"
-        if (pending := self.copies.gathered(bucket, self.ledger, phase)) is not None:
+        if (pending := self.copies.begin_gather(bucket, self.ledger, phase)) is not None:
             self._gathering[id(bucket)] = pending
             return
         whole, share = bucket.params.tensor, bucket.own_params
@@ -190,4 +192,4 @@ class WeightGatherer:
                 self._gathering[id(bucket)] = GatheredCodes(self.gather, group, whole, share)
             else:
                 self._gathering[id(bucket)] = group.all_gather(whole, share, wait=False)
-        self._gathering[id(bucket)] = self.copies.copying(bucket, self._gathering[id(bucket)])
+        self._gathering[id(bucket)] = self.copies.wrap_gather(bucket, self._gathering[id(bucket)])

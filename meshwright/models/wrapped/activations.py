@@ -17,7 +17,7 @@ TOKENS = 64  # The length of the sequence that is measured.
 ELEMENT = torch.bfloat16.itemsize
 
 
-class KeptElements(NamedTuple):
+class SavedElements(NamedTuple):
     """Elements saved for backward per token, in the model's precision.
 
     `whole` counts tensors as wide as the residual stream, which every tp rank holds. `cut` counts all others, which tp
@@ -28,7 +28,7 @@ class KeptElements(NamedTuple):
     cut: float = 0.0
 
 
-def kept_elements(kind: Any, config: Any, path: str) -> list[KeptElements]:
+def saved_elements(kind: Any, config: Any, path: str) -> list[SavedElements]:
     """Return the elements that each block saves, or nothing if the model's forward fails on tensors without values."""
     saved: dict[int, tuple[int, Tensor]] = {}
     running_block = [-1]  # -1 stands for everything outside of the blocks.
@@ -58,4 +58,4 @@ def kept_elements(kind: Any, config: Any, path: str) -> list[KeptElements]:
         elements = x.untyped_storage().nbytes() / TOKENS / ELEMENT
         is_cut = x.numel() != TOKENS * config.get_text_config().hidden_size
         counted[block_number][is_cut] += elements
-    return [KeptElements(*counted[n]) for n in range(len(blocks))]
+    return [SavedElements(*counted[n]) for n in range(len(blocks))]

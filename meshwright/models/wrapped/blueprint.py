@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from meshwright.errors import UserError
-from meshwright.models.wrapped.activations import KeptElements, kept_elements
+from meshwright.models.wrapped.activations import SavedElements, saved_elements
 from meshwright.models.wrapped.calls import Plan, style_of
 from meshwright.outside import read_file
 from meshwright.spec.model.graph import HIDDEN, Node, Stream, stack_nodes
 from meshwright.spec.model.part import NamedPart, Unit
-from meshwright.spec.model.wrapped.families import mended
+from meshwright.spec.model.wrapped.families import with_added_styles
 from meshwright.spec.model.wrapped.parts import (
     STYLES,
     PlannedBlock,
@@ -85,7 +85,8 @@ def of_blocks(text: Any, key: str) -> list[Any]:
 
 def config_at(config: Any, name: str) -> Any:
     """Return the config that applies to a module of this name: that of its block if blocks differ."""
-    text, number = config.get_text_config(), re.search(r"\.(\d+)\.", name)
+    text = config.get_text_config()
+    number = re.search(r"\.(\d+)\.", name)
     if number is None or not getattr(text, "is_heterogeneous", False):
         return text
     return text.per_layer_config[int(number.group(1))]
@@ -173,7 +174,7 @@ def draw(module: nn.Module, config: Any) -> Blueprint:
     """Derive the blueprint of a model from its skeleton and its config."""
     text = config.get_text_config()
     path = blocks_path(module)
-    plan = mended(config.model_type, dict(getattr(module, "tp_plan", None) or {}))
+    plan = with_added_styles(config.model_type, dict(getattr(module, "tp_plan", None) or {}))
 
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -206,7 +207,7 @@ def draw(module: nn.Module, config: Any) -> Blueprint:
     beside = [name for name in before if not name.startswith(f"{table}.")]
 
     hidden, count = text.hidden_size, len(module.get_submodule(path))  # type: ignore[arg-type]
-    kept = kept_elements(type(module), copy.deepcopy(config), path) or [KeptElements()] * count
+    kept = saved_elements(type(module), copy.deepcopy(config), path) or [SavedElements()] * count
     prefixes = [f"{path}.{n}." for n in range(count)]
     parts = [
         replace(unit(prefix, [name for name in every if name.startswith(prefix)]), kept_whole=whole, kept_cut=cut)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.comm.group import Group
 from meshwright.comm.ops import copy_to, gather_rows, last_dim, reduce_from, slice_rows
 from meshwright.errors import UserError
-from meshwright.nn.unit import GATE, Gate, call_in_backward, show_mark
+from meshwright.nn.unit import GATE, WeightGate, call_in_backward, show_mark
 from meshwright.spec.model.wrapped.parts import STYLES
 
 Forward = Callable[..., Any]
@@ -92,7 +92,7 @@ def place(module: nn.Module, style: str, tp: Group, rotary: int = 0) -> None:
         if prepare is not None:
             args, kwargs = with_first(args, kwargs, lambda x: prepare(x, tp))
         elif before:
-            args, kwargs = changed((args, kwargs), lambda xs: [copy_to(x, tp) for x in xs])
+            args, kwargs = map_tensors((args, kwargs), lambda xs: [copy_to(x, tp) for x in xs])
         bias = module._parameters.get("bias") if bias_after else None
         if bias is None:
             return finish_output(original(*args, **kwargs))
@@ -134,7 +134,7 @@ def tensors_with_gradients(values: list[Any]) -> list[int]:
     return [n for n, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad]
 
 
-def changed(tree: Any, change: Callable[[list[Tensor]], Any]) -> Any:
+def map_tensors(tree: Any, change: Callable[[list[Tensor]], Any]) -> Any:
     """Return nested values in which one call of `change` has replaced all tensors that require a gradient."""
     values, spec = tree_flatten(tree)
     indices = tensors_with_gradients(values)
@@ -143,7 +143,7 @@ def changed(tree: Any, change: Callable[[list[Tensor]], Any]) -> Any:
     return tree_unflatten(values, spec)
 
 
-def recomputed(module: nn.Module) -> None:
+def recompute_in_backward(module: nn.Module) -> None:
     """Make a module save only its inputs for backward, and recompute the rest."""
     original: Forward = module.forward
 
@@ -164,7 +164,7 @@ def _copies(xs: Sequence[Tensor]) -> list[Tensor]:
     return [x.clone() for x in xs]
 
 
-def gated(unit: nn.Module, members: Sequence[nn.Module]) -> None:
+def gate_members(unit: nn.Module, members: Sequence[nn.Module]) -> None:
     """Make the members of a unit open and close the gate that sharding may put on the unit.
 
     The gate opens before the forward and the backward of each member and closes when all members have finished. If one
@@ -182,7 +182,7 @@ def gated(unit: nn.Module, members: Sequence[nn.Module]) -> None:
         original: Forward = member.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            gate: Gate | None = getattr(unit, GATE, None)
+            gate: WeightGate | None = getattr(unit, GATE, None)
             if gate is None:
                 return original(*args, **kwargs)
             gate.open()
@@ -191,12 +191,12 @@ def gated(unit: nn.Module, members: Sequence[nn.Module]) -> None:
             # before it.
             if has_backward:
                 done = partial(count_finished, "backward", gate.done)
-                args, kwargs = changed((args, kwargs), lambda xs: _copies(call_in_backward(done, *xs)))
+                args, kwargs = map_tensors((args, kwargs), lambda xs: _copies(call_in_backward(done, *xs)))
             result = original(*args, **kwargs)
             count_finished("forward", gate.close)
             if not has_backward:
                 return result
-            return changed(result, lambda xs: _copies(call_in_backward(gate.open, *xs)))
+            return map_tensors(result, lambda xs: _copies(call_in_backward(gate.open, *xs)))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             result = run(*args, **kwargs)

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from meshwright.comm.group import Group
 from meshwright.errors import UserError
 from meshwright.models.stage import LossCounts, Receives
-from meshwright.models.wrapped.calls import changed, gated, outer_modules, place, style_of
+from meshwright.models.wrapped.calls import gate_members, map_tensors, outer_modules, place, style_of
 from meshwright.nn.own_layers import ParallelLayer
 from meshwright.nn.parallel import Parallel
-from meshwright.nn.unit import GATE, Gate, call_in_backward
+from meshwright.nn.unit import GATE, WeightGate, call_in_backward
 from meshwright.spec.layout.params import ParamRecord, slices_of
 from meshwright.spec.model.part import Coordinate, LossTerm
 from meshwright.spec.model.wrapped.parts import PlannedParameter
 
 
-class Absent(nn.Module):
+class AbsentModule(nn.Module):
     """A placeholder for a module that another stage holds. Its forward returns `given` or, without it, its input."""
 
     def __init__(self, stands_for: nn.Module | None = None) -> None:
@@ -38,10 +38,12 @@ class Absent(nn.Module):
         return self.given
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.given if self.given is not None else args[0] if args else next(iter(kwargs.values()))
+        if self.given is not None:
+            return self.given
+        return args[0] if args else next(iter(kwargs.values()))
 
 
-class Loose(nn.Module):
+class UncalledParameters(nn.Module):
     """The unit of the parameters whose module has no call that could gather them.
 
     They are gathered for a chunk's whole forward.
@@ -52,7 +54,7 @@ class Loose(nn.Module):
         self.held = nn.ParameterList(parameters)
 
 
-class Together(nn.Module):
+class ModuleGroup(nn.Module):
     """A unit of several modules whose weights are gathered together."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -76,7 +78,7 @@ class ForeignStage(nn.Module):
         super().__init__()
         self.net = net
         self._units: list[nn.Module] = []
-        self.loose: Loose | None = None
+        self.loose: UncalledParameters | None = None
 
     def divide(self, together: Sequence[str] = ()) -> None:
         """Divide the module into units. The modules that `together` names form one unit.
@@ -86,11 +88,11 @@ class ForeignStage(nn.Module):
         units, loose = outer_modules(self.net)
         self._units = [module for name, module in units if name not in together]
         for module in self._units:
-            gated(module, [module])
+            gate_members(module, [module])
         if group := [module for name, module in units if name in together]:
-            self._units.append(Together(group))
-            gated(self._units[-1], group)
-        self.loose = Loose([value for _, value in loose]) if loose else None
+            self._units.append(ModuleGroup(group))
+            gate_members(self._units[-1], group)
+        self.loose = UncalledParameters([value for _, value in loose]) if loose else None
 
     def units(self) -> list[nn.Module]:
         return self._units if self.loose is None else [self.loose, *self._units]
@@ -103,13 +105,13 @@ class ForeignStage(nn.Module):
 
     def with_loose(self, run: Callable[[], Any]) -> Any:
         """Call `run` with the loose parameters gathered, in forward and in backward."""
-        gate: Gate | None = getattr(self.loose, GATE, None) if self.loose is not None else None
+        gate: WeightGate | None = getattr(self.loose, GATE, None) if self.loose is not None else None
         if gate is None:
             return run()
         gate.open()
         result = run()
         # Backward starts at the result, so the parameters are gathered again there.
-        return changed(result, lambda xs: call_in_backward(gate.open, *xs))
+        return map_tensors(result, lambda xs: call_in_backward(gate.open, *xs))
 
 
 class WrappedModule(ForeignStage):
@@ -148,7 +150,7 @@ def place_all(
     """Put a plan's calls around every module that it names. `rotary` maps a name to `place`'s argument of that name."""
     for name, module in net.named_modules():
         style = style_of(name, plan, parameter=False)
-        if not isinstance(module, Absent) and style:
+        if not isinstance(module, AbsentModule) and style:
             place(module, style, tp, rotary(name) if style == "mla_kv_a_proj" else 0)
 
 

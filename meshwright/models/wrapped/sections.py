@@ -24,7 +24,8 @@ def section_of(folder: str, given: Mapping[str, Any]) -> dict[str, Any]:
     `given` may contain `seq`, the length of samples, and `kind: hf`, which asks for transformers' own module whatever
     the family.
     """
-    config, seq = read_folder(folder), given.get("seq", 0)
+    config = read_folder(folder)
+    seq = given.get("seq", 0)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is not None and given.get("kind", "gpt") != "hf":
         return asdict(family.model_of(config, seq if isinstance(seq, int) else 0))

@@ -22,8 +22,8 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError
 from meshwright.models.stage import Receives, StageResult
 from meshwright.models.wrapped.blueprint import Blueprint, blueprint, of_blocks, read_config, rotary_elements, skeleton
-from meshwright.models.wrapped.calls import outer_modules, recomputed, with_first
-from meshwright.models.wrapped.foreign import Absent, ForeignStage, local_part, place_all
+from meshwright.models.wrapped.calls import outer_modules, recompute_in_backward, with_first
+from meshwright.models.wrapped.foreign import AbsentModule, ForeignStage, local_part, place_all
 from meshwright.nn.parallel import Parallel
 from meshwright.spec.layout.params import ParamRecord, stream_seed
 from meshwright.spec.model.description import model_of
@@ -53,7 +53,7 @@ class PlannedStage(ForeignStage):
         plan, hf = blueprint(folder), read_config(folder)
         net = skeleton(hf, parallel.dtype)
         super().__init__(net)
-        self.stage, self._table = stage, Absent()
+        self.stage, self._table = stage, AbsentModule()
         records = {record.name: record for record in model_of(config).records(at, stage).values()}
         cut_blocks(net, plan, stage)
         check_dropout(net, hf, parallel.tp.size)
@@ -72,7 +72,7 @@ class PlannedStage(ForeignStage):
         blocks = [net.get_submodule(f"{plan.model.path}.{n}") for n in stage.layers]
         if config.recompute.blocks:
             for block in blocks:
-                recomputed(block)
+                recompute_in_backward(block)
 
         # Dividing wraps the forwards as they are now, so it comes after all other changes of them.
         self.divide([*dict.fromkeys(name.rpartition(".")[0] for name in plan.after)] if stage.last else ())
@@ -149,10 +149,10 @@ def cut_blocks(module: nn.Module, plan: Blueprint, stage: Stage) -> None:
     assert isinstance(blocks, nn.ModuleList)
     for n in range(len(blocks)):
         if n not in stage.layers:
-            blocks[n] = Absent(blocks[n])
+            blocks[n] = AbsentModule(blocks[n])
 
 
-def cut_ends(module: nn.Module, plan: Blueprint, stage: Stage, table: Absent) -> None:
+def cut_ends(module: nn.Module, plan: Blueprint, stage: Stage, table: AbsentModule) -> None:
     """Replace the ends of the model that other stages hold by placeholders; `table` replaces the embedding."""
     for name, _ in outer_modules(module)[0]:
         ends = [
@@ -161,7 +161,7 @@ def cut_ends(module: nn.Module, plan: Blueprint, stage: Stage, table: Absent) ->
         ]  # fmt: skip
         if ends:
             parent, _, key = name.rpartition(".")
-            setattr(module.get_submodule(parent), key, table if ends == [plan.before] else Absent())
+            setattr(module.get_submodule(parent), key, table if ends == [plan.before] else AbsentModule())
 
 
 @torch.no_grad()
@@ -198,7 +198,8 @@ def materialise(
 
         # Keep this rank's shards. Tied parameters share a record and become one parameter.
         for each, key in slots:
-            value, record = each._parameters[key], wanted[id(each), key]
+            value = each._parameters[key]
+            record = wanted[id(each), key]
             if record is not None and value is not None:
                 if record.name not in made:
                     made[record.name] = local_part(value, record, parallel)

@@ -36,7 +36,7 @@ class Adapter(nn.Module):
         self.norms = None if record.norms is None else parallel.parameter(record.norms)
 
 
-class Adapted(nn.Module):
+class AdaptedLayer(nn.Module):
     """A layer whose weight may have adapters."""
 
     def add_adapters(self, parallel: Parallel, weight: ParamRecord) -> None:
@@ -55,7 +55,7 @@ class Adapted(nn.Module):
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
     """Compute with the frozen weights of the module alone, inside this context."""
-    layers = [layer for layer in module.modules() if isinstance(layer, Adapted)]
+    layers = [layer for layer in module.modules() if isinstance(layer, AdaptedLayer)]
     for layer in layers:
         layer.adapts = False
     try:
@@ -65,7 +65,7 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
             layer.adapts = True
 
 
-class Change(NamedTuple):
+class RowAdapter(NamedTuple):
     """An adapter of rows `start` to `stop` of the weight of a product. That weight may be joined from several."""
 
     start: int
@@ -73,7 +73,7 @@ class Change(NamedTuple):
     adapter: Adapter
 
 
-class Before(NamedTuple):
+class InputFunction(NamedTuple):
     """The function that a product applies to its input: none, SwiGLU, or the RMS norm whose weight and epsilon it has.
     Only the input itself is saved, and backward applies the function again."""
 
@@ -82,12 +82,12 @@ class Before(NamedTuple):
     swiglu: bool = False
 
 
-NOTHING = Before()
+NOTHING = InputFunction()
 
 
 def adapted_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, changes: Sequence[Change], settings: tuple[Sides, str],
-    generator: torch.Generator | None = None, before: Before = NOTHING,
+    x: Tensor, weight: Tensor, bias: Tensor | None, changes: Sequence[RowAdapter], settings: tuple[Sides, str],
+    generator: torch.Generator | None = None, before: InputFunction = NOTHING,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return x, and the product of x with the changed weight, after the collectives of the product.
 
@@ -111,7 +111,7 @@ def adapted_product(
     return result if before.gain is not None else (x, result)
 
 
-def _ratio(weight: Tensor, changes: Sequence[Change], sides: Sides) -> Tensor:
+def _ratio(weight: Tensor, changes: Sequence[RowAdapter], sides: Sides) -> Tensor:
     """Return the factor of each row of the changed weight: its trained norm divided by its current norm.
 
     As in DoRA, the current norm counts as a constant, so no gradient flows through it.
@@ -123,7 +123,9 @@ def _ratio(weight: Tensor, changes: Sequence[Change], sides: Sides) -> Tensor:
         # |w + s b A|^2 = |w|^2 + 2 s b (A w + s/2 A A^T b) for a row w of the weight and its row b of B, so the changed
         # weight need not be built.
         for start, stop, adapter in changes:
-            down, up, scale = wide(adapter.down), wide(adapter.up), adapter.scale
+            down = wide(adapter.down)
+            up = wide(adapter.up)
+            scale = adapter.scale
             mixed = wide(weight[start:stop] @ adapter.down.t()) + 0.5 * scale * (up @ (down @ down.t()))
             new[start:stop] += 2.0 * scale * (mixed * up).sum(1)
         both = torch.stack((old, new))
@@ -154,7 +156,7 @@ def add_low_rank(y: Tensor, short: Tensor, ups: Sequence[Tensor], spans: Sequenc
 class _AdaptedProduct(torch.autograd.Function):
     """y = ratio (x W^T + scale (x A^T) B^T) + bias, with the collectives of `nn/linear.py`. The weight is frozen.
 
-    A norm or SwiGLU may be applied to x first (`Before`).
+    A norm or SwiGLU may be applied to x first (`InputFunction`).
     """
 
     @staticmethod
@@ -191,7 +193,9 @@ class _AdaptedProduct(torch.autograd.Function):
         if ratio is not None:
             grad_ratio = (wide(grad) * unscaled).sum(0)
             grad = (grad * ratio).to(grad.dtype)
-        downs, ups, parts = torch.cat(factors[::2]), factors[1::2], short.chunk(len(spans), 1)
+        downs = torch.cat(factors[::2])
+        ups = factors[1::2]
+        parts = short.chunk(len(spans), 1)
         columns = [grad[:, start:stop] for start, stop in spans]
         back = scale * torch.cat([some @ up for some, up in zip(columns, ups, strict=True)], 1)
         grad_ups = [scale * (some.t() @ part) for some, part in zip(columns, parts, strict=True)]

@@ -48,7 +48,7 @@ def _unpack(packed: Tensor, dtype: torch.dtype, again: bool) -> Tensor:
         return kernel(packed.contiguous(), _width(packed), dtype, LEVELS, BLOCK)
     values = packed.new_empty((len(packed), _width(packed)), dtype=dtype)
     for rows in _chunks(values):
-        values[rows] = _unpacked(packed[rows], dtype)
+        values[rows] = _unpack_values(packed[rows], dtype)
     return values
 
 
@@ -71,7 +71,7 @@ def _width(packed: Tensor) -> int:
     return packed.shape[1] * 2 * BLOCK // row_bytes(2 * BLOCK)
 
 
-def _unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
+def _unpack_values(packed: Tensor, dtype: torch.dtype) -> Tensor:
     codes, scales = packed.split([_width(packed) // 2, packed.shape[1] - _width(packed) // 2], 1)
     levels = torch.tensor(LEVELS, device=packed.device, dtype=torch.promote_types(dtype, torch.float32))
     values = levels[torch.stack((codes >> 4, codes & 15), 2).flatten(1).int()].unflatten(1, (-1, BLOCK))
@@ -89,6 +89,6 @@ def weight_values(weight: Tensor, dtype: torch.dtype, again: bool = False) -> Te
 
 
 @torch.no_grad()
-def rounded(values: Tensor) -> Tensor:
+def round_by_packing(values: Tensor) -> Tensor:
     """Return values [rows, in] after the rounding that packing causes."""
     return unpack(pack(values), values.dtype)

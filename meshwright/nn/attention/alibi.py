@@ -41,13 +41,13 @@ class Alibi(nn.Module):
         self.dtype, self.device = parallel.dtype, parallel.device
         # Every summand of a slope meets every summand of a key's position in one element.
         summands = _summands(slopes, SLOPE_PIECES, self.dtype).repeat_interleave(KEY_PIECES, -1)
-        self.register_buffer("queries", _padded(summands)[None, None].to(self.device), persistent=False)
+        self.register_buffer("queries", _pad_summands(summands)[None, None].to(self.device), persistent=False)
 
     def forward(self, positions: Tensor | None, seq: int) -> Tables:
         """Return the elements to append to queries, [1, 1, heads, width], and to keys, [1 or batch, seq, 1, width]."""
         at = torch.arange(seq, device=self.device)[None] if positions is None else positions
         keys = _summands(at.double(), KEY_PIECES, self.dtype).repeat(1, 1, SLOPE_PIECES)
-        return self.queries, _padded(keys)[:, :, None]
+        return self.queries, _pad_summands(keys)[:, :, None]
 
 
 def widen(q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,5 +78,5 @@ def _summands(values: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     return torch.stack(summands, -1)
 
 
-def _padded(summands: Tensor) -> Tensor:
+def _pad_summands(summands: Tensor) -> Tensor:
     return F.pad(summands, (0, ALIBI_WIDTH - summands.shape[-1]))

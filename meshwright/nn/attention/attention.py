@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from meshwright.nn.adapters.adapters import Before, Change, adapted_product
+from meshwright.nn.adapters.adapters import InputFunction, RowAdapter, adapted_product
 from meshwright.nn.attention.alibi import widen
 from meshwright.nn.attention.context import ContextRows, context_attention
 from meshwright.nn.attention.core import attention_core, run_core
@@ -49,14 +49,14 @@ class QKV(nn.Module):
         bias = torch.cat(biases) if biases else None
         changes, at = [], 0
         for linear in self.linears:
-            changes += [Change(at + adapter.start, at + adapter.stop, adapter) for adapter in linear.adapters]
+            changes += [RowAdapter(at + adapter.start, at + adapter.stop, adapter) for adapter in linear.adapters]
             at += linear.weight.shape[0]
         if changes:
             first = self.linears[0]
             settings = (first.sides, first.kind)
             stream = first.stream if self.training else None
             if norm.fuses:
-                before = Before(norm.weight, norm.eps)
+                before = InputFunction(norm.weight, norm.eps)
                 return adapted_product(x, weight, bias, changes, settings, stream, before)
             return x, adapted_product(norm(x), weight, bias, changes, settings, stream)[1]
         return norm_product(x, norm, weight, bias, (None, *self.linears[0].settings[1:]))
@@ -122,7 +122,9 @@ class Attention(nn.Module):
     def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
         tp = parallel.tp.size
-        self.heads, self.kv_heads, self.head_dim = part.heads // tp, max(1, part.kv_heads // tp), part.head_dim
+        self.heads = part.heads // tp
+        self.kv_heads = max(1, part.kv_heads // tp)
+        self.head_dim = part.head_dim
         self.dropout, self.fuses, self.context = part.dropout, parallel.fused, parallel.context
         self.projection, out = self.products(parallel, records)
         norms: dict[str, type[nn.Module]] = {"head": HeadNorms, "all": TokenNorms}
@@ -130,7 +132,9 @@ class Attention(nn.Module):
         # Assigned here, so that submodules are registered in the order of forward.
         self.out = out
         self.recompute_core = parallel.recompute.core
-        self.causal, self.alibi, self.scale = part.causal, part.alibi, part.scale or None
+        self.causal = part.causal
+        self.alibi = part.alibi
+        self.scale = part.scale or None
         self.window, self.bias = part.window, part.biased
 
     def products(self, parallel: Parallel, records: dict[str, ParamRecord]) -> tuple[nn.Module, nn.Module]:

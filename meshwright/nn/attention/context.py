@@ -23,7 +23,7 @@ from torch import Tensor
 from meshwright.comm.group import Group, group_named
 from meshwright.comm.ops import all_gather, all_to_all, reduce_scatter
 from meshwright.device import upload
-from meshwright.nn.attention.pieces import Merged, Rows, Sight, attend, attend_backward, no_gradient
+from meshwright.nn.attention.pieces import PartialAttention, RowPositions, Sight, attend, attend_backward, no_gradient
 from meshwright.nn.parallel import ContextGroups
 from meshwright.spec.layout.pieces import usual_step
 
@@ -34,7 +34,7 @@ class ContextRows:
     It caches which rows see which, so that all layers share that.
     """
 
-    def __init__(self, rows: Rows, device: torch.device) -> None:
+    def __init__(self, rows: RowPositions, device: torch.device) -> None:
         self.rows, self.device = rows, device
         self._sights: dict[tuple[int, int, int, int], Sight] = {}
 
@@ -45,12 +45,13 @@ class ContextRows:
             self._sights[key] = Sight(self.rows.part(at, count), self.rows.part(to, count), self.device, window)
         return self._sights[key]
 
-    def gathered(self, at: int, count: int, window: int = 0) -> Sight:
+    def sight_of(self, at: int, count: int, window: int = 0) -> Sight:
         """Return which of all rows the rows of rank `at` see. The rows are put in natural order if that makes fewer
         pieces."""
         key = (at, -1, count, window)
         if key not in self._sights:
-            one, all_rows = self.rows.part(at, count), self.rows
+            one = self.rows.part(at, count)
+            all_rows = self.rows
             # Pieces need keys in runs with the step of the queries. If that step is more than 1, natural order would
             # break these runs up.
             keys = all_rows if usual_step(one.numbers[0]) > 1 else all_rows.natural()
@@ -78,8 +79,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: ContextRows, name: str, window: int) -> Tensor:
         group = group_named(name)
-        sight, merged = given.gathered(group.index, group.size, window), Merged(q, v.shape[-1])
-        keys, values = _ordered(_gather(k, v, name), given, sight)
+        sight = given.sight_of(group.index, group.size, window)
+        merged = PartialAttention(q, v.shape[-1])
+        keys, values = _in_sight_order(_gather(k, v, name), given, sight)
         attend(q, keys, values, sight, merged)
         out = merged.out.to(q.dtype)
         ctx.given, ctx.group, ctx.window = given, name, window
@@ -90,12 +92,13 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums = ctx.saved_tensors
         given, group = ctx.given, group_named(ctx.group)
-        sight, dq = given.gathered(group.index, group.size, ctx.window), no_gradient(q)
-        keys, values = _ordered(_gather(k, v, ctx.group, again=True), given, sight)
+        sight = given.sight_of(group.index, group.size, ctx.window)
+        dq = no_gradient(q)
+        keys, values = _in_sight_order(_gather(k, v, ctx.group, again=True), given, sight)
         both = torch.stack(attend_backward(q, keys, values, sight, grad, out, sums, dq)).to(k.dtype)
         # [all rows, 2, batch, heads, width]: reduce-scatter divides the first dimension.
         both = both.movedim(3, 0)
-        both = both.contiguous() if sight.to is given.rows else _taken(both, given.orders[1], 0, 2)
+        both = both.contiguous() if sight.to is given.rows else _reorder_rows(both, given.orders[1], 0, 2)
         mine = reduce_scatter(both, ctx.group, group.size).movedim(0, 3)
         return dq.to(q.dtype), mine[0], mine[1], None, None, None
 
@@ -107,14 +110,14 @@ def _gather(k: Tensor, v: Tensor, group: str, again: bool = False) -> Tensor:
     return gathered
 
 
-def _ordered(both: Tensor, given: ContextRows, sight: Sight) -> tuple[Tensor, ...]:
+def _in_sight_order(both: Tensor, given: ContextRows, sight: Sight) -> tuple[Tensor, ...]:
     """Return gathered keys and values in the order that `sight` expects."""
     if sight.to is not given.rows:
-        both = _taken(both, given.orders[0], 0, 2)
+        both = _reorder_rows(both, given.orders[0], 0, 2)
     return both.movedim(0, 3).unbind(0)
 
 
-def _taken(x: Tensor, order: Tensor, rows: int, samples: int) -> Tensor:
+def _reorder_rows(x: Tensor, order: Tensor, rows: int, samples: int) -> Tensor:
     """Return x with the rows of dimension `rows` in another order.
 
     The order is [1, rows] if it is the same for all entries of dimension `samples`, or [samples, rows].
@@ -132,12 +135,15 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: ContextRows, name: str, window: int) -> Tensor:
-        group, merged = group_named(name), Merged(q, v.shape[-1])
-        me, n, block = max(0, group.index), group.size, torch.stack([k, v])
+        group = group_named(name)
+        merged = PartialAttention(q, v.shape[-1])
+        me = max(0, group.index)
+        n = group.size
+        block = torch.stack([k, v])
         for step in range(n):
             coming = group.shift(block, 1) if step + 1 < n else None
             attend(q, block[0], block[1], given.sight(me, (me - step) % n, n, window), merged)
-            block = block if coming is None else coming.arrived()
+            block = block if coming is None else coming.receive()
         out = merged.out.to(q.dtype)
         ctx.given, ctx.group, ctx.window = given, name, window
         # The last block is saved, since backward begins with it.
@@ -163,7 +169,7 @@ class _Ring(torch.autograd.Function):
             change = torch.stack(attend_backward(q, block[0], block[1], sight, grad, out, sums, dq)).to(block.dtype)
             if coming is None:
                 break
-            arrived = coming.arrived()
+            arrived = coming.receive()
             if step > 0:
                 change = change + arrived[-2:]
             block = arrived[:2]
@@ -236,9 +242,9 @@ class _Reordered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
-        return _taken(x, order, 2, 0)
+        return _reorder_rows(x, order, 2, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (back,) = ctx.saved_tensors
-        return _taken(grad, back, 2, 0), None, None
+        return _reorder_rows(grad, back, 2, 0), None, None

@@ -13,16 +13,16 @@ from torch import Tensor
 from meshwright.comm.registered import pure_operator, shapes_of
 from meshwright.device import kind_of, upload
 from meshwright.nn.attention.pieces import (
-    Merged,
-    Rows,
+    PartialAttention,
+    RowPositions,
     Sight,
     attend,
     attend_backward,
-    fused,
+    empty_random_state,
+    has_fused_kernel,
     kernel,
     kernel_backward,
     no_gradient,
-    no_seed,
     wide,
 )
 
@@ -95,7 +95,8 @@ def _attention(
         sizes = (starts, starts, longest, longest, 0.0, causal, False)
         out, sums = aten._flash_attention_forward(*tokens, *sizes, **_reach(window))[:2]
         return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2), sums
-    sight, merged = _sight(q, on_host, causal, prefixes, window), Merged(q, v.shape[-1])
+    sight = _sight(q, on_host, causal, prefixes, window)
+    merged = PartialAttention(q, v.shape[-1])
     attend(q, k, v, sight, merged)
     return merged.out.to(q.dtype), merged.sums.transpose(0, 1).flatten(1)
 
@@ -119,8 +120,9 @@ def _backward(
         grads = kernel_backward(grad, q, k, v, out, sums.view(*q.shape[:3]), causal)
         return tuple(_by_rows(x) for x in grads)  # type: ignore[return-value]
     if _in_one_call(q, prefixes):
-        longest, batch = int(on_host.diff().max()), q.shape[0]
-        unused = no_seed(q.device, torch.uint64, 2)
+        longest = int(on_host.diff().max())
+        batch = q.shape[0]
+        unused = empty_random_state(q.device, torch.uint64, 2)
         tokens = (x.transpose(1, 2).flatten(0, 1) for x in (grad, q, k, v, out))
         grads = aten._flash_attention_backward(
             *tokens, sums, starts, starts, longest, longest, 0.0, causal, unused, unused, **_reach(window)
@@ -167,11 +169,11 @@ def _reach(window: int) -> dict[str, int]:
 
 def _one_per_sample(q: Tensor, on_host: Tensor, prefixes: Tensor | None, window: int) -> bool:
     """Return whether every sample is one document, so that the kernel of plain attention applies, which is faster."""
-    return fused(q) and prefixes is None and not window and len(on_host) == q.shape[0] + 1
+    return has_fused_kernel(q) and prefixes is None and not window and len(on_host) == q.shape[0] + 1
 
 
 def _in_one_call(q: Tensor, prefixes: Tensor | None) -> bool:
-    return kind_of(q.device).has_flash_attention and fused(q) and prefixes is None
+    return kind_of(q.device).has_flash_attention and has_fused_kernel(q) and prefixes is None
 
 
 def _sight(q: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None, window: int) -> Sight:
@@ -189,7 +191,7 @@ def _sight(q: Tensor, on_host: Tensor, causal: bool, prefixes: Tensor | None, wi
         starts = on_host[:-1].numpy()
         places = np.arange(batch * seq).reshape(batch, seq) - starts[documents]
         first = places < prefixes.numpy()[documents]
-        keys = Rows(np.where(first, numbers, numbers + 2 * seq), documents)
-        return Sight(Rows(np.where(first, numbers + seq, numbers + 2 * seq), documents), keys, q.device)
-    keys = Rows(numbers, documents)
-    return Sight(keys if causal else Rows(numbers + seq, documents), keys, q.device, window)
+        keys = RowPositions(np.where(first, numbers, numbers + 2 * seq), documents)
+        return Sight(RowPositions(np.where(first, numbers + seq, numbers + 2 * seq), documents), keys, q.device)
+    keys = RowPositions(numbers, documents)
+    return Sight(keys if causal else RowPositions(numbers + seq, documents), keys, q.device, window)

@@ -26,7 +26,9 @@ class LatentAttention(nn.Module):
 
     def __init__(self, parallel: Parallel, part: LatentAttentionPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
-        self.part, self.parallel, self.heads = part, parallel, part.heads // parallel.tp.size
+        self.part = part
+        self.parallel = parallel
+        self.heads = part.heads // parallel.tp.size
 
         def linear(key: str, cut: str) -> Linear:
             return Linear(parallel, records[f"{key}.weight"], None, cut)  # type: ignore[arg-type]
@@ -37,7 +39,8 @@ class LatentAttention(nn.Module):
         self.q_a = linear("q_a", "whole") if part.q_rank else None
         self.q_a_norm = norm("q_a_norm", part.q_rank) if part.q_rank else None
         self.q_b = linear("q_b" if part.q_rank else "q", "column")
-        self.kv_a, self.kv_a_norm = linear("kv_a", "whole"), norm("kv_a_norm", part.kv_rank)
+        self.kv_a = linear("kv_a", "whole")
+        self.kv_a_norm = norm("kv_a_norm", part.kv_rank)
         self.kv_b, self.out = linear("kv_b", "column"), linear("out", "row")
         self.recompute_core = parallel.recompute.core
 

@@ -21,36 +21,36 @@ from torch import Tensor
 
 from meshwright.device import cudnn_attends, kind_of, upload
 from meshwright.kernels import kernels_take
-from meshwright.spec.layout.pieces import Piece, pieces, rounds
+from meshwright.spec.layout.pieces import VisibleBlock, pieces, rounds
 
 aten: Any = torch.ops.aten
 ALL = slice(None)
 # The number of queries, and of keys, in a tile that is computed with a mask.
 TILE = 1024
 # From this number of pieces in a block on, one call for all of them is faster than one call for each.
-MANY = 16
+GROUPED_CALL_PIECES = 16
 
 
-class Rows(NamedTuple):
+class RowPositions(NamedTuple):
     """The position of each row in its sequence, and the number of its document, [batch, rows], on the host."""
 
     numbers: np.ndarray[Any, np.dtype[np.int64]]
     documents: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
-    def part(self, index: int, count: int) -> Rows:
+    def part(self, index: int, count: int) -> RowPositions:
         """Return the rows of one of `count` ranks, or groups of ranks, whose rows are stored one after the other."""
         size = self.numbers.shape[1] // count
         at = (ALL, slice(index * size, (index + 1) * size))
-        return Rows(self.numbers[at], None if self.documents is None else self.documents[at])
+        return RowPositions(self.numbers[at], None if self.documents is None else self.documents[at])
 
-    def natural(self) -> Rows:
+    def natural(self) -> RowPositions:
         """Return the same rows in the order of their sequences."""
         order = self.numbers.argsort(1)
         documents = None if self.documents is None else np.take_along_axis(self.documents, order, 1)
-        return Rows(np.take_along_axis(self.numbers, order, 1), documents)
+        return RowPositions(np.take_along_axis(self.numbers, order, 1), documents)
 
 
-class Round(NamedTuple):
+class KernelCall(NamedTuple):
     """Pieces that one call of a variable-length kernel computes."""
 
     # The indices of the tokens to take as queries and keys, piece by piece; None: all tokens in their order.
@@ -71,9 +71,9 @@ class Sight:
     many of them; then a mask is needed.
     """
 
-    def __init__(self, at: Rows, to: Rows, device: torch.device, window: int = 0) -> None:
+    def __init__(self, at: RowPositions, to: RowPositions, device: torch.device, window: int = 0) -> None:
         self.at, self.to, self.device, self.window = at, to, device, window
-        by_sample: list[list[Piece] | None] = []
+        by_sample: list[list[VisibleBlock] | None] = []
         # If all samples have the same rows and no documents, the pieces of one sample apply to all of them.
         alike = all(x is None for x in (at.documents, to.documents)) and all(
             bool((x.numbers == x.numbers[:1]).all()) for x in (at, to)
@@ -82,23 +82,25 @@ class Sight:
             of_at, of_to = (None if x.documents is None else x.documents[i] for x in (at, to))
             by_sample.append(pieces(at.numbers[i], to.numbers[i], of_at, of_to, window))
         with_samples = [(ALL if alike else slice(i, i + 1), found) for i, found in enumerate(by_sample)]
-        self.pieces: list[tuple[slice, Piece]] | None = None
+        self.pieces: list[tuple[slice, VisibleBlock]] | None = None
         if not any(found is None for found in by_sample):
             self.pieces = [(samples, piece) for samples, found in with_samples for piece in found or ()]
         self.alike = alike
 
     @cached_property
-    def split(self) -> list[tuple[slice, Piece]]:
+    def split(self) -> list[tuple[slice, VisibleBlock]]:
         """The pieces, split into rectangles and triangles."""
         return [(samples, part) for samples, piece in self.pieces or () for part in piece.split()]
 
     @cached_property
-    def rounds(self) -> list[Round]:
+    def rounds(self) -> list[KernelCall]:
         """The pieces in rounds, each computed by one call."""
-        batch, queries, keys = len(self.at.numbers), self.at.numbers.shape[1], self.to.numbers.shape[1]
+        batch = len(self.at.numbers)
+        queries = self.at.numbers.shape[1]
+        keys = self.to.numbers.shape[1]
         # The pieces in terms of tokens of the whole micro-batch, where samples follow one another.
         moved = [
-            Piece(p.top + i * queries, p.bottom + i * queries, p.left + i * keys, p.right + i * keys, *p[4:])
+            VisibleBlock(p.top + i * queries, p.bottom + i * queries, p.left + i * keys, p.right + i * keys, *p[4:])
             for samples, p in self.pieces or ()
             for i in range(batch)[samples]
         ]
@@ -107,7 +109,7 @@ class Sight:
             for members in rounds(moved, batch * queries, batch * keys)
         ]
 
-    def _round(self, members: list[Piece], queries: int, keys: int) -> Round:
+    def _round(self, members: list[VisibleBlock], queries: int, keys: int) -> KernelCall:
         sides = ([(p.top, p.bottom) for p in members], [(p.left, p.right) for p in members])
         index, starts, longest = [], [], []
         for spans, whole in zip(sides, (queries, keys), strict=True):
@@ -119,10 +121,10 @@ class Sight:
             index.append(None if same else upload(torch.from_numpy(tokens), self.device))
             starts.append(upload(torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)), self.device))
             longest.append(max(lengths))
-        return Round(index[0], index[1], starts[0], starts[1], (longest[0], longest[1]), members[0].causal)
+        return KernelCall(index[0], index[1], starts[0], starts[1], (longest[0], longest[1]), members[0].causal)
 
     @cached_property
-    def masked(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
+    def mask_inputs(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
         """The positions and documents of queries and keys, on the device, for the masks of tiles."""
         return tuple(
             (upload(torch.from_numpy(x.numbers), self.device), x.documents if x.documents is None else
@@ -144,7 +146,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class Merged:
+class PartialAttention:
     """The result of attention so far: `out` [batch, heads, queries, width], and each query's log-sum of scores, `sums`
     [batch, heads, queries], which is -inf if the query has seen no key."""
 
@@ -214,11 +216,11 @@ def merge(a: Tensor, a_sum: Tensor, b: Tensor, b_sum: Tensor) -> tuple[Tensor, T
     return a * (a_sum - base).exp()[..., None] + b * (b_sum - base).exp()[..., None], total
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: Merged) -> None:
+def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: PartialAttention) -> None:
     """Merge attention of queries [batch, heads, rows, width] to a block of keys, which may have fewer heads, into a
     result."""
-    if sight.pieces is None or not fused(q):
-        _tiled(q, k, v, sight, into)
+    if sight.pieces is None or not has_fused_kernel(q):
+        _tiled_forward(q, k, v, sight, into)
     elif _in_rounds(q, sight):
         tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
         for call in sight.rounds:
@@ -240,7 +242,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor]:
     """Add the gradient of q to `dq` and return the gradients of one block's k and v. `out` and `sums` are those of
     attention to all blocks."""
-    if sight.pieces is None or not fused(q):
+    if sight.pieces is None or not has_fused_kernel(q):
         return _tiled_backward(q, k, v, sight, grad, out, sums, dq)
     if _in_rounds(q, sight):
         return _backward_in_rounds(q, k, v, sight, grad, out, sums, dq)
@@ -281,7 +283,7 @@ def _backward_in_rounds(
     dk, dv = _zeros(k, v, dq.dtype)
     # This is a view, since dq is stored as [batch, rows, heads, width].
     whole = dq.transpose(1, 2).flatten(0, 1)
-    unused = no_seed(q.device, torch.uint64, 2)
+    unused = empty_random_state(q.device, torch.uint64, 2)
     for call in sight.rounds:
         given = [grad, *(q, k, v), out]
         g, *qkv, o = (
@@ -303,12 +305,12 @@ def _backward_in_rounds(
     return dk, dv
 
 
-def _chosen(qkv: list[Tensor], call: Round) -> Iterator[Tensor]:
+def _chosen(qkv: list[Tensor], call: KernelCall) -> Iterator[Tensor]:
     for x, index in zip(qkv, (call.queries, call.keys, call.keys), strict=True):
         yield x if index is None else x[index]
 
 
-def fused(q: Tensor) -> bool:
+def has_fused_kernel(q: Tensor) -> bool:
     """Return whether a fused kernel takes queries of this dtype and width."""
     if kind_of(q.device).has_flash_attention:
         return q.element_size() == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
@@ -321,7 +323,7 @@ def _in_rounds(q: Tensor, sight: Sight) -> bool:
     That pays off if there are many pieces. It also does if samples have documents, whose lengths differ in every
     micro-batch, because cuDNN takes long to prepare each new shape.
     """
-    return kind_of(q.device).has_flash_attention and (not sight.alike or len(sight.split) >= MANY)
+    return kind_of(q.device).has_flash_attention and (not sight.alike or len(sight.split) >= GROUPED_CALL_PIECES)
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -349,8 +351,9 @@ def kernel_backward(
         return backward(grad, q, k, v, out, sums, 0.0, causal)
     if q.is_meta:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    none = no_seed(q.device, torch.int64)
-    sizes, sums = (q.shape[2], k.shape[2], 0.0, causal), sums.contiguous()
+    none = empty_random_state(q.device, torch.int64)
+    sizes = (q.shape[2], k.shape[2], 0.0, causal)
+    sums = sums.contiguous()
     if cudnn_attends(q):
         # torch caches cuDNN's plans by the strides of q, k and v alone, and reads the gradient and the result with the
         # strides that they had in the first call. So both always get the layout that attention with this q returns.
@@ -368,7 +371,7 @@ def _laid_out_like(x: Tensor, other: Tensor) -> Tensor:
 
 
 @cache
-def no_seed(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+def empty_random_state(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     """Return a placeholder for the random state that kernels need for dropout. It is cached, since no call uses it."""
     return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -383,7 +386,7 @@ def _tiles(sight: Sight) -> Iterator[tuple[slice, slice, Tensor]]:
     A query sees the keys up to its own position (within the window) in the same document. On a CPU, tiles without
     visible keys are skipped; on a device, the test would make the host wait.
     """
-    (at, at_documents), (to, to_documents) = sight.masked
+    (at, at_documents), (to, to_documents) = sight.mask_inputs
     for top in range(0, at.shape[1], TILE):
         for left in range(0, to.shape[1], TILE):
             queries, keys = slice(top, top + TILE), slice(left, left + TILE)
@@ -396,7 +399,7 @@ def _tiles(sight: Sight) -> Iterator[tuple[slice, slice, Tensor]]:
                 yield queries, keys, seen[:, None, None]
 
 
-def _grouped(x: Tensor, heads: int) -> Tensor:
+def _group_heads(x: Tensor, heads: int) -> Tensor:
     """Return x [batch, heads, rows, dim] as [batch, key heads, query heads per key head, rows, dim]."""
     return x.unflatten(1, (heads, -1))
 
@@ -406,9 +409,9 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
     return scores.masked_fill(~seen, -torch.inf)
 
 
-def _tiled(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: Merged) -> None:
+def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight, into: PartialAttention) -> None:
     dtype = wide(q.dtype)
-    q = _grouped(q.to(dtype), k.shape[1])
+    q = _group_heads(q.to(dtype), k.shape[1])
     k, v = (x.to(dtype)[:, :, None] for x in (k, v))
     for queries, keys, seen in _tiles(sight):
         scores = _scores(q[..., queries, :], k[..., keys, :], seen)
@@ -423,9 +426,9 @@ def _tiled_backward(
     heads, dtype = k.shape[1], dq.dtype
     # The backward of flash attention: the sum over all keys of share * its gradient is the dot product of grad and out.
     delta = (grad.to(dtype) * out.to(dtype)).sum(-1)
-    q, grad, whole = (_grouped(x, heads) for x in (q.to(dtype), grad.to(dtype), dq))
+    q, grad, whole = (_group_heads(x, heads) for x in (q.to(dtype), grad.to(dtype), dq))
     k, v = (x.to(dtype)[:, :, None] for x in (k, v))
-    sums, delta = (_grouped(x[..., None], heads) for x in (_finite(sums), delta))
+    sums, delta = (_group_heads(x[..., None], heads) for x in (_finite(sums), delta))
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     scale = 1.0 / math.sqrt(q.shape[-1])
     for queries, keys, seen in _tiles(sight):

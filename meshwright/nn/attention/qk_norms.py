@@ -32,7 +32,8 @@ class TokenNorms(nn.Module):
 
     def __init__(self, parallel: Parallel, part: gpt.AttentionPart, records: dict[str, ParamRecord]) -> None:
         super().__init__()
-        self.eps, self.group = part.norm_eps, (parallel.tp.name, parallel.tp.size)
+        self.eps = part.norm_eps
+        self.group = (parallel.tp.name, parallel.tp.size)
         self.q = parallel.parameter(records["q_norm.weight"])
         self.k = parallel.parameter(records["k_norm.weight"])
 

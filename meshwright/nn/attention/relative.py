@@ -30,7 +30,7 @@ class RelativeBias(NodeModule):
         self.part, self.parallel = part, parallel
         self._buckets: dict[tuple[int, int], Tensor] = {}
 
-    def given(self, node: Node, inputs: NodeInputs) -> tuple[Tensor, int]:
+    def forward_arguments(self, node: Node, inputs: NodeInputs) -> tuple[Tensor, int]:
         """Return the buckets of all distances, and the number of queries: the tokens per sequence of its stack's
         stream."""
         rows = inputs.streams[node.reads[0]].shape[0] * (self.parallel.tp.size if self.parallel.splits_tokens else 1)
@@ -43,7 +43,8 @@ class RelativeBias(NodeModule):
         The queries are the last `queries` positions of `keys`.
         """
         if (queries, keys) not in self._buckets:
-            part, distances = self.part, range(1 - keys, queries)
+            part = self.part
+            distances = range(1 - keys, queries)
             numbers = [t5.relative_bucket(at, part.both_ways, part.buckets, part.farthest) for at in distances]
             # Only the buckets of the latest sizes are cached.
             self._buckets = {(queries, keys): torch.tensor(numbers, device=self.parallel.device)}
@@ -57,7 +58,7 @@ class RelativeBias(NodeModule):
         # number of keys if the rows of the bias are padded to an aligned width. `contiguous` matters because `flip`
         # keeps the memory layout of its input: fused kernels refuse a bias whose keys are not adjacent, and attention
         # would silently compute the full scores in float32.
-        width = t5.aligned(keys)
+        width = t5.padded_keys(keys)
         bias = F.pad(by_distance.t(), (0, width - keys)).unfold(1, width, 1).flip(1).contiguous()
         if not self.part.both_ways:
             later = torch.ones(queries, width, dtype=torch.bool, device=bias.device).triu(1 + keys - queries)
@@ -70,7 +71,9 @@ class CrossAttention(nn.Module):
 
     def __init__(self, parallel: Parallel, part: t5.CrossAttentionPart, records: Records) -> None:
         super().__init__()
-        self.heads, self.head_dim, self.dropout = part.heads // parallel.tp.size, part.head_dim, part.dropout
+        self.heads = part.heads // parallel.tp.size
+        self.head_dim = part.head_dim
+        self.dropout = part.dropout
         self.source = part.source
         self.q = Linear(parallel, records["q.weight"], None, "column")
         self.kv = Linear(parallel, records["kv.weight"], None, "column")

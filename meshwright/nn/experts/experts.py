@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm.by_node import ByNode, exchange_by_node, exchange_evenly
+from meshwright.comm.by_node import NodeGroups, exchange_by_node, exchange_evenly
 from meshwright.comm.group import Group
 from meshwright.comm.ops import (
     all_gather,
@@ -25,7 +25,7 @@ from meshwright.comm.ops import (
     reduce_scatter_from,
     slice_rows,
 )
-from meshwright.nn.adapters.adapters import Adapted
+from meshwright.nn.adapters.adapters import AdaptedLayer
 from meshwright.nn.adapters.expert_adapters import (
     Spans,
     add_changes_,
@@ -46,7 +46,7 @@ from meshwright.nn.experts.grouped import (
     weighted_activation,
     weighted_activation_backward,
 )
-from meshwright.nn.experts.routing import Router, Tokens, picks_of, router_losses
+from meshwright.nn.experts.routing import RoutedRows, Router, picks_of, router_losses
 from meshwright.nn.inputs import Inputs
 from meshwright.nn.mlp import MLP
 from meshwright.nn.norm import Norm
@@ -55,7 +55,7 @@ from meshwright.spec.layout.params import ParamRecord, records_under
 from meshwright.spec.model.experts import ExpertsPart, Routing
 
 
-class ExpertWeights(Adapted):
+class ExpertWeights(AdaptedLayer):
     """One weight of all local experts, [experts, out, in]."""
 
     def __init__(self, parallel: Parallel, record: ParamRecord) -> None:
@@ -65,7 +65,7 @@ class ExpertWeights(Adapted):
         self.add_adapters(parallel, record)
 
 
-class Sorted(NamedTuple):
+class SortedChoices(NamedTuple):
     """The choices of all rows, sorted by expert into places."""
 
     # The choice at each place, [places]: row * k + number of the choice, or -1 if the place is empty.
@@ -77,10 +77,10 @@ class Sorted(NamedTuple):
 
 
 @torch.no_grad()
-def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> Sorted:
+def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> SortedChoices:
     """Sort the choices [rows, k] by expert, then by row.
 
-    With a capacity, each expert has `room` places. A dropped choice (`with_dropped`) has the number after the last
+    With a capacity, each expert has `room` places. A dropped choice (`replace_dropped`) has the number after the last
     expert's, and gets no place.
     """
     flat, count = chosen.flatten(), routing.count
@@ -90,18 +90,18 @@ def sort_by_expert(chosen: Tensor, routing: Routing, room: int = 0) -> Sorted:
     numbers = torch.arange(flat.shape[0], device=flat.device)
     if routing.capacity is None:
         places = torch.empty_like(flat).scatter_(0, order.indices, numbers)
-        return Sorted(order.indices, places.view_as(chosen), counts)
+        return SortedChoices(order.indices, places.view_as(chosen), counts)
     within = numbers - (ends - counts)[order.values.clamp(max=count - 1)]
     taken = order.values < count
     # Dropped choices go to one more place at the end, which is then cut off.
     place = torch.where(taken, order.values * room + within, count * room)
     choice_at = torch.full((count * room + 1,), -1, device=flat.device).scatter_(0, place, order.indices)[:-1]
     places = torch.empty_like(flat).scatter_(0, order.indices, torch.where(taken, place, -1))
-    return Sorted(choice_at, places.view_as(chosen), torch.full_like(counts, room))
+    return SortedChoices(choice_at, places.view_as(chosen), torch.full_like(counts, room))
 
 
 @torch.no_grad()
-def with_dropped(chosen: Tensor, routing: Routing, room: int) -> Tensor:
+def replace_dropped(chosen: Tensor, routing: Routing, room: int) -> Tensor:
     """Return choices [sequences, tokens, k] of whole sequences with the number after the last expert's in place of
     those that are dropped.
 
@@ -130,7 +130,7 @@ class Arrivals(NamedTuple):
     middle: list[int]
 
 
-class Saved:
+class SavedRouting:
     """Routing decisions that a recomputation takes from the first pass: the chosen experts, and the numbers of rows."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class RoutedInputs:
     # A mask of the tokens that count in the loss; None: all of them.
     counted: Tensor | None = None
     # If blocks are recomputed, the decisions that the first pass saves. `again` is true in the recomputation.
-    saved: Saved | None = None
+    saved: SavedRouting | None = None
     again: bool = False
     # Under context parallelism, the position of each row in its sequence, [sequences, tokens], in the order of the
     # ranks.
@@ -207,7 +207,8 @@ class _ExpertProducts(torch.autograd.Function):
         x, weights, inner, up, down, source, places, ends, *factors = ctx.saved_tensors
         settings: ExpertSettings = ctx.settings
         count = 2 * len(settings.up_spans.rows)
-        up_factors, down_factors = factors[:count], factors[count:]
+        up_factors = factors[:count]
+        down_factors = factors[count:]
 
         # The second product and the activation. Large tensors are deleted as soon as they are no longer needed.
         rows = take_rows(grad, source)
@@ -268,7 +269,7 @@ class Experts(nn.Module):
         base, own = self._own_rows(normed)
         logits = self.router(own)
         scores = self.router.scores(logits)
-        saved, losses = given.saved or Saved(), None
+        saved, losses = given.saved or SavedRouting(), None
         # A recomputation takes the choices of the first pass, so that rows go to the same experts.
         if not given.again:
             saved.chosen = self.router.choose(scores.detach())
@@ -283,13 +284,15 @@ class Experts(nn.Module):
             if not given.again:
                 self._count(picks, scores.detach(), order)
         weights = gather_from(self.router.weights(scores, saved.chosen), self.etp)
-        y = self._back(self._mixed(self._gathered(base), weights, order, saved))[:rows]
+        y = self._back(self._combine(self._gather_base(base), weights, order, saved))[:rows]
         return x, y if self.shared is None else y + self.shared.of(normed), losses
 
     def _all_chosen(self, chosen: Tensor, rows: int, batch: int, order: Tensor | None) -> tuple[Tensor, int]:
         """Return the choices of all rows that this rank sends to experts and, with a capacity, the number of places
         that each expert has for them. A dropped choice becomes the number after the last expert's."""
-        etp, tp, own = self.etp, self.parallel.tp, chosen.shape[0]
+        etp = self.etp
+        tp = self.parallel.tp
+        own = chosen.shape[0]
         if self.routing.capacity is None:
             return (chosen if etp.alone else all_gather(chosen, etp.name, etp.size)), 0
 
@@ -307,7 +310,7 @@ class Experts(nn.Module):
         known = chosen if alone else all_gather(chosen, tp.name, tp.size)
         # Padding counts as dropped.
         limited = torch.full_like(known, self.routing.count)
-        limited[:held] = self._limited(known[:held], part, seq, order)
+        limited[:held] = self._drop_over_capacity(known[:held], part, seq, order)
         if all_sorted:
             room = self.routing.places(own * max(1, etp.size), part, seq)
             return limited, own * max(1, etp.size) if is_padded else room
@@ -315,21 +318,23 @@ class Experts(nn.Module):
         limited = limited if alone else limited[tp.index * own : (tp.index + 1) * own].contiguous()
         return (limited if etp.alone else all_gather(limited, etp.name, etp.size)), room
 
-    def _limited(self, chosen: Tensor, part: int, seq: int, order: Tensor | None) -> Tensor:
+    def _drop_over_capacity(self, chosen: Tensor, part: int, seq: int, order: Tensor | None) -> Tensor:
         """Return the choices [rows, k] with those beyond the capacity dropped.
 
         Each sequence of `seq` tokens has `part` rows here. The choices of its other tokens come from the other ranks
         along cp.
         """
-        room, cp, choices = self.routing.room(seq), self.cp, chosen.shape[1]
+        room = self.routing.room(seq)
+        cp = self.cp
+        choices = chosen.shape[1]
         if cp.alone:
-            return with_dropped(chosen.view(-1, seq, choices), self.routing, room).view_as(chosen)
+            return replace_dropped(chosen.view(-1, seq, choices), self.routing, room).view_as(chosen)
         shared = all_gather(chosen, cp.name, cp.size).view(cp.size, -1, part, choices)
         shared = shared.transpose(0, 1).reshape(-1, seq, choices)
         assert order is not None, "ranks that share sequences know the order of their rows"
-        # `with_dropped` needs the tokens in the order of their sequence; the result is put back afterwards.
+        # `replace_dropped` needs the tokens in the order of their sequence; the result is put back afterwards.
         numbers = order.to(shared.device)[:, :, None].expand_as(shared)
-        natural = with_dropped(torch.empty_like(shared).scatter_(1, numbers, shared), self.routing, room)
+        natural = replace_dropped(torch.empty_like(shared).scatter_(1, numbers, shared), self.routing, room)
         return natural.gather(1, numbers)[:, cp.index * part : (cp.index + 1) * part].reshape(chosen.shape)
 
     @property
@@ -356,7 +361,7 @@ class Experts(nn.Module):
         part = normed.shape[0] // tp.size
         return normed, normed[tp.index * part : (tp.index + 1) * part]
 
-    def _gathered(self, base: Tensor) -> Tensor:
+    def _gather_base(self, base: Tensor) -> Tensor:
         return gather_from(base, self.etp) if self._gathers else base
 
     def _back(self, y: Tensor) -> Tensor:
@@ -367,16 +372,16 @@ class Experts(nn.Module):
         y = reduce_scatter_from(y, self.etp)
         return y if self.parallel.splits_tokens else gather_rows(y, tp)
 
-    def _tokens(self, own: Tensor, batch: int, counted: Tensor | None) -> Tokens:
+    def _tokens(self, own: Tensor, batch: int, counted: Tensor | None) -> RoutedRows:
         tp, rows = self.parallel.tp, own.shape[0]
         first = max(0, tp.index) * rows
         numbers = torch.arange(first, first + rows, device=own.device)
         own_counted = torch.ones_like(numbers) if counted is None else counted[first : first + rows]
         # Sequences follow one another and have equally many rows.
-        return Tokens(numbers * batch // (rows * tp.size), batch, own_counted)
+        return RoutedRows(numbers * batch // (rows * tp.size), batch, own_counted)
 
     @torch.no_grad()
-    def _count(self, picks: Tensor, scores: Tensor, order: Sorted) -> None:
+    def _count(self, picks: Tensor, scores: Tensor, order: SortedChoices) -> None:
         shares = scores / scores.sum(1, keepdim=True)
         self.tally[: self.routing.count] += picks.sum(0)
         if self.routing.capacity is not None:
@@ -384,7 +389,7 @@ class Experts(nn.Module):
             self.tally[-2] += (order.places[first : first + picks.shape[0]] < 0).sum()
         self.tally[-1] += torch.special.entr(shares).sum()
 
-    def _mixed(self, x: Tensor, weights: Tensor, order: Sorted, saved: Saved) -> Tensor:
+    def _combine(self, x: Tensor, weights: Tensor, order: SortedChoices, saved: SavedRouting) -> Tensor:
         """Return the weighted sum of the results of each row's experts; under etp, this rank's part of that sum."""
         row_at = order.choice_at // order.places.shape[1]
         weight_at = permute(weights.flatten(), order.choice_at, order.places.flatten())
@@ -393,8 +398,8 @@ class Experts(nn.Module):
         if saved.arrivals is None:
             saved.arrivals = exchange_counts(order, self.routing, self.ep, self.by_node)
         counts = saved.arrivals.counts
-        arrived = self._exchanged(spread(x, row_at, order.places), saved.arrivals)
-        arrived_weights = self._exchanged(weight_at, saved.arrivals)
+        arrived = self._exchange(spread(x, row_at, order.places), saved.arrivals)
+        arrived_weights = self._exchange(weight_at, saved.arrivals)
         # Rows arrive ordered by rank and then by expert. The experts need them ordered by expert.
         local = torch.arange(counts.shape[1], device=x.device).repeat(counts.shape[0])
         expert_of = local.repeat_interleave(counts.flatten(), output_size=sum(saved.arrivals.receives))
@@ -403,9 +408,9 @@ class Experts(nn.Module):
         place_of = torch.empty_like(arrival_at).scatter_(0, arrival_at, numbers)
         sorted_weights = permute(arrived_weights, arrival_at, place_of)
         result = self._products(arrived, sorted_weights, arrival_at, place_of[:, None], counts.sum(0))
-        return collect(self._exchanged(result, saved.arrivals, back=True), row_at, order.places)
+        return collect(self._exchange(result, saved.arrivals, back=True), row_at, order.places)
 
-    def _exchanged(self, rows: Tensor, arrivals: Arrivals, back: bool = False) -> Tensor:
+    def _exchange(self, rows: Tensor, arrivals: Arrivals, back: bool = False) -> Tensor:
         """Exchange rows over ep, to their experts or `back`, and return the rows that arrive."""
         sends, receives = (arrivals.receives, arrivals.sends) if back else (arrivals.sends, arrivals.receives)
         if self.by_node is None:
@@ -426,7 +431,7 @@ class Experts(nn.Module):
 
 
 @torch.no_grad()
-def exchange_counts(order: Sorted, routing: Routing, ep: Group, by_node: ByNode | None = None) -> Arrivals:
+def exchange_counts(order: SortedChoices, routing: Routing, ep: Group, by_node: NodeGroups | None = None) -> Arrivals:
     """Exchange over ep the numbers of rows for each expert. The host waits for them, unless the capacity fixes them."""
     own = order.counts.view(ep.size, -1)
     rows = order.choice_at.shape[0]

@@ -105,7 +105,7 @@ def _largest(x: Tensor, k: int) -> Tensor:
     return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
 
 
-class Tokens(NamedTuple):
+class RoutedRows(NamedTuple):
     """The rows that a rank routes, as the router's losses need them."""
 
     # The number of each row's sequence, and the number of sequences.
@@ -133,7 +133,7 @@ def picks_of(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def router_losses(
-    router: Router, logits: Tensor, scores: Tensor, picks: Tensor, tokens: Tokens, parallel: Parallel
+    router: Router, logits: Tensor, scores: Tensor, picks: Tensor, tokens: RoutedRows, parallel: Parallel
 ) -> Tensor:
     """Return the sums of the router's terms (`ExpertsPart.losses`) over the tokens that count in the loss.
 
@@ -161,18 +161,20 @@ def router_losses(
     # The same sums over all ranks that share the sequences, in one call.
     sums = torch.cat([member.t() @ picks, mass.detach(), (member.t() @ counted)[:, None], squares.detach()[:, None]], 1)
     group.all_reduce(sums)
-    choices, all_mass, count = sums[:, : routing.count], sums[:, routing.count : -2], sums[:, -2]
+    choices = sums[:, : routing.count]
+    all_mass = sums[:, routing.count : -2]
+    count = sums[:, -2]
     total = choices.sum(1, keepdim=True)  # S k
     weight = routing.count * routing.top_k * count[:, None] * choices / total.square()
-    local = _used(routing, (weight * mass).sum(), squares.sum())
+    local = _weighted_losses(routing, (weight * mass).sum(), squares.sum())
 
     # The reported losses are summed over cp, but only one rank along tp counts. So each rank along cp reports its share
     # of the total, and all ranks along tp report the same.
     parts = group.size // max(1, parallel.tp.size)
-    return _Reported.apply(local, _used(routing, (weight * all_mass).sum(), sums[:, -1].sum()) / parts)
+    return _Reported.apply(local, _weighted_losses(routing, (weight * all_mass).sum(), sums[:, -1].sum()) / parts)
 
 
-def _used(routing: Routing, balance: Tensor, z: Tensor) -> Tensor:
+def _weighted_losses(routing: Routing, balance: Tensor, z: Tensor) -> Tensor:
     """Return the losses, of these two, that have a weight."""
     # Stacking avoids indexing a tensor by a list, which would wait for the device.
     return torch.stack([loss for loss, weight in ((balance, routing.aux_loss), (z, routing.z_loss)) if weight])

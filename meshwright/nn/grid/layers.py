@@ -80,7 +80,9 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, rows: Tensor, sink: Tensor | None, sides: Sides) -> Tensor:
         table = gather(weight, sides.weight)
         ctx.save_for_backward(rows)
-        ctx.sink, ctx.sides, ctx.size = sink, sides, table.shape[0]
+        ctx.sink = sink
+        ctx.sides = sides
+        ctx.size = table.shape[0]
         found = table[rows.clamp(min=0)].masked_fill_((rows < 0)[:, None], 0.0)
         return scatter_input_grad(found, sides)
 

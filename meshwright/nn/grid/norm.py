@@ -32,7 +32,9 @@ def row_statistics(x: Tensor, features: Features, centred: bool) -> tuple[Tensor
     For a layer norm the ranks' means and sums of squared differences are combined. This is as accurate as computing
     them over whole rows.
     """
-    values, own, mean = wide(x), x.shape[1], None
+    values = wide(x)
+    own = x.shape[1]
+    mean = None
     if centred:
         mean = values.mean(1)
         squares = (values - mean[:, None]).square().sum(1)
@@ -62,7 +64,7 @@ def _(x: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def normed(x: Tensor, scale: Tensor, mean: Tensor | None) -> Tensor:
+def normalise(x: Tensor, scale: Tensor, mean: Tensor | None) -> Tensor:
     """Return the rows minus their means, if given, and scaled by `scale` to unit variance, in float32 or wider."""
     values = wide(x)
     return (values if mean is None else values - mean[:, None]) * scale[:, None]
@@ -88,14 +90,15 @@ class _Norm(torch.autograd.Function):
         scale, mean = row_statistics(x, features, centred)
         ctx.save_for_backward(x, weight, scale, mean)
         ctx.features = features
-        y = normed(x, scale, mean) * wide(weight)
+        y = normalise(x, scale, mean) * wide(weight)
         return (y if bias is None else y + wide(bias)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale, mean = ctx.saved_tensors
-        scale, mean = in_backward(scale, grad), None if mean is None else in_backward(mean, grad)
-        both = norm_grads(grad, normed(x, scale, mean), weight, scale, ctx.features, mean is not None)
+        scale = in_backward(scale, grad)
+        mean = None if mean is None else in_backward(mean, grad)
+        both = norm_grads(grad, normalise(x, scale, mean), weight, scale, ctx.features, mean is not None)
         return *both, wide(grad).sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None, None, None
 
 

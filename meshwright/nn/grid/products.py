@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.nn.fused import wide
-from meshwright.nn.grid.norm import Features, GridNorm, in_backward, norm_grads, normed, row_statistics
+from meshwright.nn.grid.norm import Features, GridNorm, in_backward, norm_grads, normalise, row_statistics
 from meshwright.nn.grid.sides import Sides
 from meshwright.nn.linear import Linear, input_grad, prepare_grad, product_forward, weight_grad
 from meshwright.nn.norm import Norm
@@ -31,7 +31,7 @@ class _NormProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, scales: Tensor, features: Features, weight: Tensor, *settings: Any
     ) -> Tensor:  # fmt: skip
         factors, _ = row_statistics(x, features, centred=False)
-        value = (normed(x, factors, None) * wide(scales)).to(x.dtype)
+        value = (normalise(x, factors, None) * wide(scales)).to(x.dtype)
         y, full, weight = product_forward(ctx, value, weight, None, settings)
         ctx.save_for_backward(x, factors, scales, full, weight)
         ctx.features = features
@@ -44,12 +44,12 @@ class _NormProduct(torch.autograd.Function):
         prepared = prepare_grad(ctx, grad, weight)
         grad_weight = None
         if ctx.needs_input_grad[3]:
-            value = (normed(x, factors, None) * wide(scales)).to(x.dtype)
+            value = (normalise(x, factors, None) * wide(scales)).to(x.dtype)
             grad_weight = weight_grad(ctx, prepared, value, full)
             # The normed rows are released before the input gradient is computed.
             del value
         back = input_grad(ctx, prepared, weight)
-        ones = normed(x, factors, None)
+        ones = normalise(x, factors, None)
         grad_x, grad_scales = norm_grads(back, ones, scales, factors, ctx.features, centred=False)
         return grad_x, grad_scales, None, grad_weight, None, None, None, None
 
@@ -68,4 +68,4 @@ class GridLinear(Linear):
             return x, self(norm(x))
         assert isinstance(norm, GridNorm)
         y = _NormProduct.apply(x, norm.weight, norm.features, self.weight, *self.settings)
-        return x, self.biased(y)
+        return x, self.add_bias(y)

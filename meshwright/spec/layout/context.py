@@ -25,7 +25,7 @@ class ContextPlan(NamedTuple):
         return bool(self.outer) and not self.gathers
 
 
-NOT_SHARED = ContextPlan()
+WHOLE_SEQUENCES = ContextPlan()
 # The keys are the values of `context.kind`.
 CONTEXT_PLANS = {
     "gather": ContextPlan(outer="cp", gathers=True),

@@ -26,7 +26,7 @@ COL, ROW, DEPTH = "tp.col", "tp.row", "tp.depth"
 GRID_AXES = (COL, ROW, DEPTH)  # fastest first
 
 
-class Cut(NamedTuple):
+class GridSharding(NamedTuple):
     """The axes that cut an activation's rows, the slowest first, and the axis that cuts its features."""
 
     rows: tuple[str, ...]
@@ -36,8 +36,8 @@ class Cut(NamedTuple):
 class Roles(NamedTuple):
     """The role of each axis of a grid in one product."""
 
-    x: Cut
-    y: Cut
+    x: GridSharding
+    y: GridSharding
     gathered: str  # the axis over which x is gathered
     joins: bool  # gathering x joins its features; false: its rows
     weight: str  # the axis over which the weight's rows are gathered
@@ -54,8 +54,8 @@ class Roles(NamedTuple):
         return tuple(axis for axis in GRID_AXES if axis not in (self.y.features, self.weight, self.summed))
 
 
-STREAM = Cut((DEPTH, ROW), COL)
-_INNER = Cut((DEPTH, COL), ROW)
+STREAM = GridSharding((DEPTH, ROW), COL)
+_INNER = GridSharding((DEPTH, COL), ROW)
 _JOINED = Roles(STREAM, STREAM, COL, True, ROW, "")
 # By kind: the roles in a product that reads the residual stream, and in one that writes to it.
 ROLES: dict[str, tuple[Roles, Roles]] = {
@@ -97,7 +97,7 @@ class Grid:
     def size(self, axis: str) -> int:
         return {COL: self.col, ROW: self.row, DEPTH: self.depth}.get(axis, 1)
 
-    def rows(self, cut: Cut) -> int:
+    def rows(self, cut: GridSharding) -> int:
         """Return the number of parts into which `cut` divides the rows."""
         return prod(self.size(axis) for axis in cut.rows)
 
@@ -112,18 +112,18 @@ class Grid:
         return ROLES[self.kind][1]
 
     @property
-    def inner(self) -> Cut:
+    def inner(self) -> GridSharding:
         """The cut of activations inside attention and the MLP."""
         return self.first.y
 
     @property
-    def sharing(self) -> str:
+    def sharing_axis(self) -> str:
         """The axis whose ranks share sequences, if a micro-batch has too few sequences to give each rank whole ones."""
         return self.inner.rows[-1]
 
     def shares(self, sequences: int) -> int:
         """Return the number of ranks that share each sequence of a micro-batch of `sequences` sequences."""
-        return self.size(self.sharing) if sequences % self.rows(self.inner) else 1
+        return self.size(self.sharing_axis) if sequences % self.rows(self.inner) else 1
 
     def __str__(self) -> str:
         return f"{self.kind} {'x'.join(map(str, self.keys['tp_grid']))}"

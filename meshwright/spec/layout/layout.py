@@ -157,7 +157,7 @@ class Layout:
         if name == WORLD:
             return (tuple(range(self.world)),)
         if name in self.holders:
-            return tuple(_holding(self, name, stages) for stages in self.groups("pp"))
+            return tuple(_holders_of(self, name, stages) for stages in self.groups("pp"))
         product = _product(self, name)
         return tuple(tuple([first + step for step in product.offsets]) for first in _offsets(product.between))
 
@@ -167,7 +167,7 @@ class Layout:
         if name == WORLD:
             return tuple(range(self.world))
         if name in self.holders:
-            holding = _holding(self, name, self.group("pp", rank))
+            holding = _holders_of(self, name, self.group("pp", rank))
             return holding if rank in holding else ()
         product = _product(self, name)
         # The first rank of a group has index 0 along every axis inside it.
@@ -279,9 +279,13 @@ def _check_sizes(layout: Layout) -> None:
         raise UserError(f"node_size={layout.node_size} is not a size: choose the number of ranks on a node")
 
     world, tp, cp, pp = layout.world, layout.tp, layout.cp, layout.pp
-    model, words, sizes = tp * cp * pp, "tp*cp*pp", f"{tp}*{cp}*{pp}"
+    model = tp * cp * pp
+    words = "tp*cp*pp"
+    sizes = f"{tp}*{cp}*{pp}"
     if layout.replicas > 1:
-        model, words, sizes = model * layout.replicas, f"{words}*replicas", f"{sizes}*{layout.replicas}"
+        model = model * layout.replicas
+        words = f"{words}*replicas"
+        sizes = f"{sizes}*{layout.replicas}"
     if world % model:
         below = world // model * model
         worlds = either([below, below + model] if below else [model])
@@ -450,7 +454,7 @@ def _coordinate(layout: Layout, axes: tuple[str, ...], rank: int) -> dict[str, i
     return coordinate | {atom.name: atom.at(rank) for atom in _atoms(layout, axes)}
 
 
-def _holding(layout: Layout, name: str, stages: tuple[int, ...]) -> tuple[int, ...]:
+def _holders_of(layout: Layout, name: str, stages: tuple[int, ...]) -> tuple[int, ...]:
     """Return the ranks of one pipeline that hold the same parameters, as tied word embeddings are held by the first
     and the last stage."""
     return tuple(sorted({stages[at] for at in layout.holders[name]}))
@@ -484,7 +488,7 @@ def exchange_parts(layout: Layout) -> Parts:
     node = layout.node_size or layout.world
     counts = {count for group in layout.groups("ep") for count in Counter(rank // node for rank in group).values()}
     per_node = counts.pop()
-    # More counts are left if the groups differ in their ranks per node.
+    # If the groups have different numbers of ranks per node, further counts remain in the set.
     if counts or not 1 < per_node < layout.ep:
         return ()
     return (("ep", ((EP_NODE, per_node), (EP_ACROSS, layout.ep // per_node))),)

@@ -17,10 +17,10 @@ import numpy as np
 
 from meshwright.spec.layout.rows import Integers
 
-FEW = 8  # up to this many runs are always accepted, however short they are
+ALWAYS_ACCEPTED_RUNS = 8  # up to this many runs are always accepted, however short they are
 
 
-class Piece(NamedTuple):
+class VisibleBlock(NamedTuple):
     """Queries `top` to `bottom` see keys `left` to `right`, completely or causally.
 
     If `causal`, the last query sees all of the keys, and each query before it sees one key less than the next one. If
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
         queries, keys = self.bottom - self.top, self.right - self.left
         return queries * keys - (queries * (queries - 1) // 2 if self.causal else 0)
 
-    def split(self) -> Iterator[Piece]:
+    def split(self) -> Iterator[VisibleBlock]:
         """Yield the rectangle that all of these queries see and the triangle beside it, or the whole piece if it has
         no such rectangle."""
         if not self.causal or self.square:
@@ -52,12 +52,12 @@ class Piece(NamedTuple):
             return
         if self.backwards:
             middle = self.left + self.bottom - self.top
-            yield Piece(self.top, self.bottom, middle, self.right, False)
+            yield VisibleBlock(self.top, self.bottom, middle, self.right, False)
             yield self._replace(right=middle)
             return
         middle = self.right - (self.bottom - self.top)
-        yield Piece(self.top, self.bottom, self.left, middle, False)
-        yield Piece(self.top, self.bottom, middle, self.right, True)
+        yield VisibleBlock(self.top, self.bottom, self.left, middle, False)
+        yield VisibleBlock(self.top, self.bottom, middle, self.right, True)
 
 
 class _Run(NamedTuple):
@@ -89,7 +89,7 @@ def _runs(rows: Integers, documents: Integers | None, step: int) -> list[_Run]:
 def pieces(
     queries: Integers, keys: Integers, query_documents: Integers | None = None, key_documents: Integers | None = None,
     window: int = 0,
-) -> list[Piece] | None:  # fmt: skip
+) -> list[VisibleBlock] | None:  # fmt: skip
     """Return the pieces of causal attention from rows `queries` to rows `keys`.
 
     A query sees the keys of its document up to its own row number. With a `window`, it sees only the last `window` row
@@ -99,26 +99,26 @@ def pieces(
     step = usual_step(queries)
     query_runs = _runs(queries, query_documents, step)
     key_runs = _runs(keys, key_documents, step)
-    if 2 * max(len(query_runs), len(key_runs)) > len(queries) + 2 * FEW:
+    if 2 * max(len(query_runs), len(key_runs)) > len(queries) + 2 * ALWAYS_ACCEPTED_RUNS:
         return None
 
     keys_by_document: dict[int, list[_Run]] = defaultdict(list)
     for run in key_runs:
         keys_by_document[run.document].append(run)
-    seen: list[Piece] = []
+    seen: list[VisibleBlock] = []
     for query_run in query_runs:
         for key_run in keys_by_document[query_run.document]:
             for piece in _seen(query_run, key_run, step, window):
                 _add(seen, piece)
 
     # A second pass, because pieces that were joined in the first may join again.
-    joined: list[Piece] = []
+    joined: list[VisibleBlock] = []
     for piece in seen:
         _add(joined, piece)
     return joined
 
 
-def _seen(q: _Run, k: _Run, step: int, window: int) -> Iterator[Piece]:
+def _seen(q: _Run, k: _Run, step: int, window: int) -> Iterator[VisibleBlock]:
     """Yield the pieces of a run of queries and a run of keys: query i sees keys i + low to i + high of its run."""
     ahead, count, keys = q.first - k.first, q.end - q.begin, k.end - k.begin
     # Key j is visible to query i if its number is at most the query's: j <= i + ahead / step.
@@ -126,12 +126,12 @@ def _seen(q: _Run, k: _Run, step: int, window: int) -> Iterator[Piece]:
     # Without a window, -count puts the lower end of the band before the first key for every query.
     low = (ahead - window) // step + 1 if window else -count
     for piece in _band(count, keys, low, high):
-        yield Piece(
+        yield VisibleBlock(
             piece.top + q.begin, piece.bottom + q.begin, piece.left + k.begin, piece.right + k.begin, *piece[4:]
         )
 
 
-def _band(queries: int, keys: int, low: int, high: int) -> Iterator[Piece]:
+def _band(queries: int, keys: int, low: int, high: int) -> Iterator[VisibleBlock]:
     """Yield the pieces of a band: query i sees keys i + low to i + high, limited to the keys from 0 to `keys`.
 
     First come the queries that see the first key, then the ones for which both ends of the band move or that see all
@@ -146,21 +146,21 @@ def _band(queries: int, keys: int, low: int, high: int) -> Iterator[Piece]:
     # Queries from this one on see the last key.
     to_last = min(max(top, keys - high), end)
     if top < (bottom := min(from_first, to_last)):
-        yield Piece(top, bottom, 0, bottom + high, True)
+        yield VisibleBlock(top, bottom, 0, bottom + high, True)
     if to_last < from_first:
-        yield Piece(to_last, from_first, 0, keys, False)
+        yield VisibleBlock(to_last, from_first, 0, keys, False)
     # Where both ends move, `width` queries see a parallelogram: a backwards triangle and a causal one to its right.
     width = high - low + 1
     for at in range(from_first, to_last, width):
         bottom = min(at + width, to_last)
         if at + 1 < bottom:
-            yield Piece(at, bottom - 1, at + low, bottom - 1 + low, True, True)
-        yield Piece(at, bottom, bottom - 1 + low, bottom + high, True)
+            yield VisibleBlock(at, bottom - 1, at + low, bottom - 1 + low, True, True)
+        yield VisibleBlock(at, bottom, bottom - 1 + low, bottom + high, True)
     if (at := max(from_first, to_last)) < end:
-        yield Piece(at, end, at + low, keys, True, True)
+        yield VisibleBlock(at, end, at + low, keys, True, True)
 
 
-def _add(joined: list[Piece], piece: Piece) -> None:
+def _add(joined: list[VisibleBlock], piece: VisibleBlock) -> None:
     """Append a piece, or join it with the last one if the two form one rectangle or one causal piece."""
     if joined and not (piece.backwards or joined[-1].backwards):
         before = joined[-1]
@@ -179,13 +179,13 @@ def _add(joined: list[Piece], piece: Piece) -> None:
     joined.append(piece)
 
 
-def rounds(given: Iterable[Piece], queries: int, keys: int) -> list[list[Piece]]:
+def rounds(given: Iterable[VisibleBlock], queries: int, keys: int) -> list[list[VisibleBlock]]:
     """Assign each piece to the first round that it fits into, so that one kernel call computes a round.
 
     In a round all pieces are causal or none is. No query and no key occurs twice, so that a round's results and
     gradients can be added without a race.
     """
-    assigned: list[list[Piece]] = []
+    assigned: list[list[VisibleBlock]] = []
     taken: list[tuple[Any, Any]] = []  # by round, masks of the queries and of the keys that occur in it
     for piece in given:
         rows, columns = slice(piece.top, piece.bottom), slice(piece.left, piece.right)
@@ -193,7 +193,9 @@ def rounds(given: Iterable[Piece], queries: int, keys: int) -> list[list[Piece]]
             if members[0].causal == piece.causal and not taken_queries[rows].any() and not taken_keys[columns].any():
                 break
         else:
-            members, taken_queries, taken_keys = [], np.zeros(queries, bool), np.zeros(keys, bool)
+            members = []
+            taken_queries = np.zeros(queries, bool)
+            taken_keys = np.zeros(keys, bool)
             assigned.append(members)
             taken.append((taken_queries, taken_keys))
         members.append(piece)

@@ -48,7 +48,7 @@ class RowTable:
         """The rank that holds each row of the global tensor."""
         return np.repeat(np.arange(self.ranks), self.counts)[self.inverse]
 
-    def held(self, rank: int) -> Integers:
+    def rows_of(self, rank: int) -> Integers:
         """Return the global numbers of a rank's rows, in its local order."""
         return self.order[self.starts[rank] : self.starts[rank + 1]]
 
@@ -95,7 +95,7 @@ def contiguous(rows: int, ranks: int) -> RowTable:
     return by_key(np.arange(rows, dtype=np.int64) * ranks // max(rows, 1), ranks)
 
 
-def striped(rows: int, ranks: int) -> RowTable:
+def stripe(rows: int, ranks: int) -> RowTable:
     """Give row i to rank i mod `ranks`."""
     return by_key(np.arange(rows) % ranks, ranks)
 
@@ -118,7 +118,8 @@ def by_documents(lengths: Sequence[int], ranks: int) -> RowTable:
     sizes = np.asarray(lengths, np.int64)
     chunks = 2 * ranks
     before = np.cumsum(sizes) - sizes
-    size, shift = np.repeat(sizes, sizes), np.repeat(before % chunks, sizes)
+    size = np.repeat(sizes, sizes)
+    shift = np.repeat(before % chunks, sizes)
     place = np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(before, sizes)
     # Chunk i of a document begins at row floor((i * size + shift) / chunks), which this line inverts.
     chunk = -(-((place + 1) * chunks - shift) // np.maximum(size, 1)) - 1
@@ -126,14 +127,15 @@ def by_documents(lengths: Sequence[int], ranks: int) -> RowTable:
     return by_key(np.minimum(chunk, chunks - 1 - chunk), ranks)
 
 
-def evened(table: RowTable) -> RowTable:
+def even_out(table: RowTable) -> RowTable:
     """Return a table in which all ranks hold equally many rows.
 
     It moves rows from ranks that hold more than an even share to ranks that hold fewer.
     """
-    owners, even = table.owners.copy(), len(table.order) // table.ranks
+    owners = table.owners.copy()
+    even = len(table.order) // table.ranks
     assert len(table.order) == even * table.ranks, "the rows can't be divided evenly"
-    spare = np.concatenate([table.held(rank)[even:] for rank in range(table.ranks)])
+    spare = np.concatenate([table.rows_of(rank)[even:] for rank in range(table.ranks)])
     lacking = np.repeat(np.arange(table.ranks), np.maximum(even - table.counts, 0))
     owners[spare] = lacking
     return by_key(owners, table.ranks)
@@ -142,9 +144,9 @@ def evened(table: RowTable) -> RowTable:
 # By `context.order`: a function from the rows of a sequence, the ranks that share it and the lengths of its documents.
 ORDERS: dict[str, Callable[[int, int, Sequence[int]], RowTable]] = {
     "zigzag": lambda rows, ranks, lengths: zigzag(rows, ranks),
-    "striped": lambda rows, ranks, lengths: striped(rows, ranks),
+    "striped": lambda rows, ranks, lengths: stripe(rows, ranks),
     "contiguous": lambda rows, ranks, lengths: contiguous(rows, ranks),
-    "documents": lambda rows, ranks, lengths: evened(by_documents(lengths, ranks)),
+    "documents": lambda rows, ranks, lengths: even_out(by_documents(lengths, ranks)),
 }
 
 

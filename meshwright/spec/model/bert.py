@@ -1,8 +1,8 @@
 """The parts that an encoder such as BERT has in addition to those of a GPT. No torch.
 
 These are token types, and heads on a few chosen rows of each sample: the rows whose tokens were masked, and the first
-row. Because they are few, every tp rank holds all of them, even if ranks divide the tokens. `OnRows` gives the figures
-of a part that is applied to such rows.
+row. Because they are few, every tp rank holds all of them, even if ranks divide the tokens. `ChosenRowsOf` gives the
+figures of a part that is applied to such rows.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 
 from meshwright.spec.layout.params import Init, whole
 from meshwright.spec.model.gpt import second_table_factors
-from meshwright.spec.model.linear import ZEROS, replicated
+from meshwright.spec.model.linear import ZEROS, replicated_axes
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     LossTerm,
     MicroBatch,
     Part,
     Product,
     Records,
+    SavedTensor,
     Work,
 )
 
@@ -36,10 +36,10 @@ class TokenTypePart(Part):
     init: Init
 
     def records(self, at: Coordinate, name: str) -> Records:
-        return {"weight": whole(f"{name}.weight", (self.types, self.hidden), self.init, **replicated(at))}
+        return {"weight": whole(f"{name}.weight", (self.types, self.hidden), self.init, **replicated_axes(at))}
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        yield Kept("token types", batch.rows(at) * 8)
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+        yield SavedTensor("token types", batch.rows(at) * 8)
 
     def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         return second_table_factors(at, batch, kernels, self.hidden)
@@ -63,13 +63,13 @@ class ChosenRowsPart(Part):
             payload = batch.sequences * self.count * self.hidden * batch.element
             yield Collective("forward", "tp", "all_reduce", payload)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the numbers of the rows and, with split tokens, a mask of the rows that this rank holds."""
-        yield Kept("rows", batch.sequences * self.count * (9 if at.splits_tokens else 8))
+        yield SavedTensor("rows", batch.sequences * self.count * (9 if at.splits_tokens else 8))
 
 
 @dataclass(frozen=True)
-class OnRows(Part):
+class ChosenRowsOf(Part):
     """A part that is applied to `count` chosen rows of each sample. Every tp rank holds all of them."""
 
     part: Part
@@ -90,11 +90,11 @@ class OnRows(Part):
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterable[Collective]:
         return self.part.collectives(*self._rows(at, batch))
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterable[Kept]:
-        return self.part.kept(*self._rows(at, batch), kernels)
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterable[SavedTensor]:
+        return self.part.saved(*self._rows(at, batch), kernels)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        return self.part.working(*self._rows(at, batch), kernels)
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        return self.part.workspace(*self._rows(at, batch), kernels)
 
     def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         return self.part.factors(*self._rows(at, batch), kernels)
@@ -110,7 +110,7 @@ class DensePart(Part):
     init: Init
 
     def records(self, at: Coordinate, name: str) -> Records:
-        axes = replicated(at)
+        axes = replicated_axes(at)
         return {
             "weight": whole(f"{name}.weight", (self.width, self.hidden), self.init, **axes),
             "bias": whole(f"{name}.bias", (self.width,), ZEROS, decay=False, **axes),
@@ -121,7 +121,7 @@ class DensePart(Part):
         product = Product("dense", rows, self.width, self.hidden, precise=True)
         return Work((product,), moved=2.0 * rows * self.width * batch.element, kernels=2)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the product's input and, if there is an activation, its input or its result."""
         widths = self.hidden + (self.width if self.activation else 0)
-        yield Kept("dense", batch.tokens(at) * widths * batch.element)
+        yield SavedTensor("dense", batch.tokens(at) * widths * batch.element)

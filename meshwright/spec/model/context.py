@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.spec.model.part import Collective, Coordinate, Kept, MicroBatch
+from meshwright.spec.model.part import Collective, Coordinate, MicroBatch, SavedTensor
 
 
 def context_calls(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> Iterator[Collective]:
@@ -38,7 +38,7 @@ def context_calls(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_d
     yield Collective("backward", outer, "send", 2 * both, c - 2)
 
 
-def context_kept(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> Iterator[Kept]:
+def context_saved(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int) -> Iterator[SavedTensor]:
     """Yield the tensors that attention to tokens of other ranks saves, except its queries, keys, values and result.
 
     These are log-sums and, in a ring, the last block that arrived. Ranks that exchange heads save the heads that
@@ -49,16 +49,16 @@ def context_kept(at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_di
     head_bytes = tokens * head_dim * e
     n = at.size(at.context.inner)
     if n > 1:
-        yield Kept("result by heads", head_bytes * heads)
-    yield Kept("log-sums", tokens * heads * batch.wide)
+        yield SavedTensor("result by heads", head_bytes * heads)
+    yield SavedTensor("log-sums", tokens * heads * batch.wide)
     kv_copies = max(kv, n)
     if at.context.passes:
-        yield Kept("last block", 2 * head_bytes * kv_copies)
+        yield SavedTensor("last block", 2 * head_bytes * kv_copies)
     else:
-        yield Kept("copied heads", 2 * head_bytes * (kv_copies - kv))
+        yield SavedTensor("copied heads", 2 * head_bytes * (kv_copies - kv))
 
 
-def context_working(
+def context_workspace(
     at: Coordinate, batch: MicroBatch, heads: int, kv: int, head_dim: int, window: bool = False
 ) -> float:
     """Return the workspace of merging blocks in backward, in bytes.

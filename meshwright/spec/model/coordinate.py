@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from meshwright.spec.layout import Layout
-from meshwright.spec.layout.context import NOT_SHARED, ContextPlan
+from meshwright.spec.layout.context import WHOLE_SEQUENCES, ContextPlan
 from meshwright.spec.layout.grid import DEPTH, ROW
 from meshwright.spec.layout.layout import CUT_EXPERTS, whole_axis
 
@@ -34,7 +34,7 @@ class Coordinate:
 
     axes: tuple[tuple[str, int, int], ...] = ()  # (name, size, index), names ascending
     sequence_parallel: bool = False
-    context: ContextPlan = NOT_SHARED  # the way in which ranks along cp share their tokens
+    context: ContextPlan = WHOLE_SEQUENCES  # the way in which ranks along cp share their tokens
     # The fewest FLOPs per send for which a linear layer communicates over tp in chunks; None: none does.
     piece_flops: float | None = None
 
@@ -89,7 +89,7 @@ def coordinate_of(
     layout: Layout,
     rank: int,
     sequence_parallel: bool,
-    context: ContextPlan = NOT_SHARED,
+    context: ContextPlan = WHOLE_SEQUENCES,
     piece_flops: float | None = None,
 ) -> Coordinate:
     """Return the coordinate of `rank` in a layout."""

@@ -21,7 +21,7 @@ from meshwright.spec.layout import Layout, Parts, exchange_parts, node_parts
 from meshwright.spec.layout.context import CP_INNER, CP_OUTER
 from meshwright.spec.layout.norms import NORMS
 from meshwright.spec.layout.params import Init
-from meshwright.spec.model.bert import ChosenRowsPart, DensePart, OnRows, TokenTypePart
+from meshwright.spec.model.bert import ChosenRowsOf, ChosenRowsPart, DensePart, TokenTypePart
 from meshwright.spec.model.experts import ExpertsPart, Routing
 from meshwright.spec.model.gpt import (
     EMBEDDING,
@@ -50,7 +50,7 @@ from meshwright.spec.model.part import (
     Unit,
 )
 from meshwright.spec.model.t5 import DECODED, DECODER, ENCODER, MEMORY, CrossAttentionPart, RelativeBiasPart, t5_inits
-from meshwright.spec.model.tuning import Tuning, tuned
+from meshwright.spec.model.tuning import Tuning, with_tuning
 from meshwright.spec.model.updates import with_updates
 from meshwright.spec.model.wrapped.parts import PlannedModel
 from meshwright.spec.schedule.kinds import ends_of, placement_of
@@ -84,21 +84,25 @@ def bert(model: ModelConfig) -> Model:
 
     Its heads predict masked tokens and, with a pooler, whether two segments were swapped.
     """
-    h, tied, normal = model.hidden, model.tied_embeddings, Init("normal", model.init_std)
-    masked, pooled = model.predictions, int(model.pooler)
+    h = model.hidden
+    tied = model.tied_embeddings
+    normal = Init("normal", model.init_std)
+    masked = model.predictions
+    pooled = int(model.pooler)
     activation = "gelu" if model.mlp.endswith("glu") else model.mlp
-    name, output = "embedding" if tied else "head", OutputLayerPart(model.vocab, h, normal, tied, "predict.bias")
+    name = "embedding" if tied else "head"
+    output = OutputLayerPart(model.vocab, h, normal, tied, "predict.bias")
     parts: list[tuple[str, str, Part]] = [("rows", "rows", ChosenRowsPart(masked + pooled, h))]
     if model.norm_first:
-        parts.append(("norm", "final_norm", OnRows(ended_norm(model), masked + pooled)))
+        parts.append(("norm", "final_norm", ChosenRowsOf(ended_norm(model), masked + pooled)))
     parts += [
-        ("dense", "predict.dense", OnRows(DensePart(h, h, activation, normal), masked)),
-        ("dense_norm", "predict.norm", OnRows(ended_norm(model), masked)),
-        ("output", name, OnRows(output, masked)),
+        ("dense", "predict.dense", ChosenRowsOf(DensePart(h, h, activation, normal), masked)),
+        ("dense_norm", "predict.norm", ChosenRowsOf(ended_norm(model), masked)),
+        ("output", name, ChosenRowsOf(output, masked)),
     ]
     if pooled:
-        parts.append(("pooler", "pooler", OnRows(DensePart(h, h, "tanh", normal), 1)))
-        parts.append(("order", "order", OnRows(DensePart(h, 2, "", normal), 1)))
+        parts.append(("pooler", "pooler", ChosenRowsOf(DensePart(h, h, "tanh", normal), 1)))
+        parts.append(("order", "order", ChosenRowsOf(DensePart(h, 2, "", normal), 1)))
     head = MaskedHeadUnit(tuple(NamedPart(*part) for part in parts))
     lengths = (*((name, masked) for name in ("places", "labels", "loss_mask")), ("swapped", 1))
     return one_stack(model, head, causal=False, terms=("loss", "order")[: 1 + pooled], lengths=lengths)
@@ -113,7 +117,8 @@ def t5(model: ModelConfig) -> Model:
     """
     h, own, heads, tied = model.hidden, model.t5, model.heads, model.tied_embeddings
     first = t5_inits(model.init_std, h, heads, model.head_dim, model.ffn)
-    qkv, norm = Init("normal", first["in"].std, heads * model.head_dim, first["q"].std), norm_part(model)
+    qkv = Init("normal", first["in"].std, heads * model.head_dim, first["q"].std)
+    norm = norm_part(model)
     attention = AttentionPart(
         h, heads, heads, model.head_dim, qkv, first["out"], dropout=model.attention_dropout or 0.0, causal=False,
         scale=1.0, biased=f"{ENCODER}_bias",
@@ -138,7 +143,8 @@ def t5(model: ModelConfig) -> Model:
     output = OutputLayerPart(model.vocab, h, first["table"], tied, scale=h**-0.5 if own.scales_output else 1.0)
     head = (NamedPart("norm", "decoder.final_norm", ended_norm(model)),
             NamedPart("output", "embedding" if tied else "head", output))  # fmt: skip
-    rows, count = Rows(own.decoder_seq), own.encoder_layers
+    rows = Rows(own.decoder_seq)
+    count = own.encoder_layers
     encoder = BlockUnit(named(("attention", attention), ("mlp", mlp)), hidden=h, dropout=model.dropout)
     bodies = (("attention", replace(attention, causal=True, biased=f"{DECODER}_bias")), ("cross", cross), ("mlp", mlp))
     decoder = BlockUnit(named(*bodies), rows, h, dropout=model.dropout)
@@ -165,7 +171,7 @@ def glm(model: ModelConfig) -> Model:
 
 def norm_part(model: ModelConfig) -> NormPart:
     """Describe the norm of a branch, whose output is saved by the product after it."""
-    bias = NORMS.named(model.norm).bias and model.bias
+    bias = NORMS.entry(model.norm).bias and model.bias
     return NormPart(model.norm, model.hidden, model.norm_eps, bias, fuses=model.norm_first)
 
 
@@ -176,7 +182,8 @@ def ended_norm(model: ModelConfig) -> NormPart:
 
 def embedding_unit(model: ModelConfig) -> EmbeddingUnit:
     """Describe the embedding of ids: tokens and, if configured, positions, token types and a norm."""
-    h, normal = model.hidden, Init("normal", model.init_std)
+    h = model.hidden
+    normal = Init("normal", model.init_std)
     tokens = TokenEmbeddingPart(
         model.vocab, h, normal, model.tied_embeddings, model.embedding_dropout or 0.0, model.embedding_grad
     )
@@ -273,11 +280,12 @@ def model_of(config: Config) -> Model:
 
     It has adapters if its weights are frozen, and is cut over a grid of tensor-parallel ranks if the layout has one.
     """
-    model, grid = describe(config.model), config.layout.grid
+    model = describe(config.model)
+    grid = config.layout.grid
     if grid is not None:
         model = _on_grid(model, grid)
     elif config.tune.adapts:
-        model = _tuned(model, config.tune, config.compares)
+        model = _with_tuning(model, config.tune, config.compares)
     return with_updates(model, config.optimizer)
 
 
@@ -285,13 +293,13 @@ _on_grid = lru_cache(maxsize=256)(on_grid)
 
 
 @lru_cache(maxsize=256)
-def _tuned(model: Model, tune: TuneConfig, compared: bool) -> Model:
+def _with_tuning(model: Model, tune: TuneConfig, compared: bool) -> Model:
     tuning = Tuning(
         tune.rank, tune.scale, norms=tune.trains_norms, dropout=tune.dropout,
         targets=tuple(each for each in tune.targets if each != ALL), every=ALL in tune.targets,
         whole=tune.modules_to_save, packs=tune.packs,
     )  # fmt: skip
-    return replace(tuned(model, tuning), compared=compared)
+    return replace(with_tuning(model, tuning), compared=compared)
 
 
 @lru_cache(maxsize=256)
@@ -311,7 +319,9 @@ def split_layers(layers: int, count: int, split: Sequence[int] = ()) -> list[Sta
 
 def stages_of(config: Config) -> list[Stage]:
     """Return the virtual stages that a config asks for."""
-    layers, count, split = config.model.layers, config.layout.pp * config.layout.chunks, config.pipeline.split
+    layers = config.model.layers
+    count = config.layout.pp * config.layout.chunks
+    split = config.pipeline.split
     # Without this setting, a stage may hold blocks of both the encoder and the decoder.
     if own := config.pipeline.encoder_stages:
         blocks = config.model.t5.encoder_layers
@@ -341,7 +351,7 @@ def shared_parameters(config: Config) -> tuple[tuple[str, tuple[int, ...]], ...]
 CONTEXT_ROWS, CONTEXT_DOCUMENTS = "context_rows", "context_documents"
 # Fields that decide which tokens see each other. If a rank has read them itself, a batch also has them on the host
 # under `on_host(name)`, so that reading them does not have to wait for the device.
-WHO_SEES_WHOM = {"segments", CONTEXT_ROWS, CONTEXT_DOCUMENTS}
+VISIBILITY_FIELDS = {"segments", CONTEXT_ROWS, CONTEXT_DOCUMENTS}
 
 
 def on_host(name: str) -> str:
@@ -410,7 +420,8 @@ def field_elements(name: str, model: Model, at: Coordinate, batch: MicroBatch) -
 
 def data_fields(config: Config) -> list[str]:
     """Return the names of the fields that samples of a config's data have."""
-    facts, names = config.objective_facts, list(config.objective_facts.fields)
+    facts = config.objective_facts
+    names = list(config.objective_facts.fields)
     names += ["swapped"] if facts is OBJECTIVES["masked"] and config.model.pooler else []
     names += ["token_types"] if facts.fills_blanks and config.model.token_types else []
     if facts.splits_documents:

@@ -19,7 +19,6 @@ from meshwright.spec.model.mlp import MLPPart
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     LinearPieces,
     LossTerm,
@@ -27,6 +26,7 @@ from meshwright.spec.model.part import (
     Part,
     Product,
     Records,
+    SavedTensor,
     Work,
 )
 
@@ -77,7 +77,7 @@ def exchange_axes(at: Coordinate) -> tuple[str, ...]:
     return (EP_NODE, EP_ACROSS) if at.size(EP_ACROSS) > 1 else ("ep",)
 
 
-class Exchange(NamedTuple):
+class RowExchange(NamedTuple):
     """One all_to_all over ep, with the bytes of each row. Rows travel to their experts or, with `back`, from there."""
 
     phase: str
@@ -135,7 +135,8 @@ class ExpertsPart(Part):
         if self.routing.capacity is None:
             return self.gathered_rows(at, batch) * self.routing.top_k
         # The ranks whose rows are gathered count the slots together if etp equals tp, and separately otherwise.
-        part, whole = batch.seq // at.size("cp"), at.cuts_experts_alike
+        part = batch.seq // at.size("cp")
+        whole = at.cuts_experts_alike
         rows = self.gathered_rows(at, batch) if whole else self.own_rows(at, batch)
         return self.routing.count * self.routing.places(rows, part, batch.seq) * (1 if whole else at.size("etp"))
 
@@ -150,7 +151,7 @@ class ExpertsPart(Part):
 
     @property
     def idle(self) -> int:
-        weights = (3 if self.mlp.gated else 2) * self.mlp.ffn * self.mlp.hidden
+        weights = (3 if self.mlp.is_gated else 2) * self.mlp.ffn * self.mlp.hidden
         return (self.routing.count - self.routing.top_k) * weights
 
     def records(self, at: Coordinate, name: str) -> Records:
@@ -168,7 +169,7 @@ class ExpertsPart(Part):
         width, local = self.width(at), self.experts(at)
         first, inside = at.index("ep") * local, at.index("etp") * width
         # A gated first product stacks gate and up, and etp cuts each of them.
-        halves = 2 if self.mlp.gated else 1
+        halves = 2 if self.mlp.is_gated else 1
         up = [
             Box((first, half * self.mlp.ffn + inside, 0), (local, width, hidden), (0, half * width, 0))
             for half in range(halves)
@@ -191,8 +192,11 @@ class ExpertsPart(Part):
             yield LossTerm("router z", self.routing.z_loss)
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        rows, width, hidden, local = self.computed_rows(at, batch), self.width(at), self.mlp.hidden, self.experts(at)
-        up = 2 * width if self.mlp.gated else width
+        rows = self.computed_rows(at, batch)
+        width = self.width(at)
+        hidden = self.mlp.hidden
+        local = self.experts(at)
+        up = 2 * width if self.mlp.is_gated else width
         products = (
             Product("router", self.own_rows(at, batch), self.routing.count, hidden, precise=True),
             Product("expert up", rows, up, hidden, precise=kernels.own, groups=local),
@@ -211,9 +215,10 @@ class ExpertsPart(Part):
         each expert, then the rows and their weights and back the results, and the same for their gradients. If rows are
         exchanged inside a node first (`comm.algorithm.ep`), each of these is two calls with the same payload.
         """
-        yield from self._entering(at, batch)
-        yield from self._counting(at, batch)
-        rows, axes = self.sent_rows(at, batch), exchange_axes(at)
+        yield from self._dispatch_calls(at, batch)
+        yield from self._count_calls(at, batch)
+        rows = self.sent_rows(at, batch)
+        axes = exchange_axes(at)
         for axis in axes if self.count_bytes else ():
             yield Collective("forward", axis, "all_to_all", self.count_bytes, replayed=True)
         for exchange, axis in product(self.exchanges(batch), axes):
@@ -230,18 +235,19 @@ class ExpertsPart(Part):
         """The bytes of the counts of a rank's rows for every expert; 0 if the capacity fixes these counts."""
         return self.routing.count * INDEX_BYTES if self.routing.capacity is None else 0
 
-    def exchanges(self, batch: MicroBatch) -> tuple[Exchange, ...]:
+    def exchanges(self, batch: MicroBatch) -> tuple[RowExchange, ...]:
         """Return the exchanges of rows over ep: rows and their weights travel to the experts, results travel back, and
         the gradients of all three travel in the opposite directions."""
         row = self.mlp.hidden * batch.element
         return (
-            Exchange("forward", row), Exchange("forward", batch.wide), Exchange("forward", row, True),
-            Exchange("backward", row), Exchange("backward", batch.wide, True), Exchange("backward", row, True),
+            RowExchange("forward", row), RowExchange("forward", batch.wide), RowExchange("forward", row, True),
+            RowExchange("backward", row), RowExchange("backward", batch.wide, True), RowExchange("backward", row, True),
         )  # fmt: skip
 
-    def _entering(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+    def _dispatch_calls(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         """Yield the calls that bring rows to all ranks that hold a shard of an expert, and results back."""
-        row, same = self.mlp.hidden * batch.element, at.cuts_experts_alike
+        row = self.mlp.hidden * batch.element
+        same = at.cuts_experts_alike
         whole = batch.tokens(at) * row
         rows = self.gathered_rows(at, batch)
         # If every tp rank has all tokens and a shard of every expert, no rows move, and the results are all-reduced.
@@ -260,7 +266,7 @@ class ExpertsPart(Part):
         yield Collective("forward", "etp", "all_gather", rows * self.routing.top_k * batch.wide)
         yield Collective("backward", "etp", "reduce_scatter", rows * self.routing.top_k * batch.wide)
 
-    def _counting(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
+    def _count_calls(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         """Yield the calls by which ranks that share a sequence learn the experts chosen by its other tokens.
 
         Only a capacity needs them. They go over tp, unless the rows are gathered there anyway or each rank has whole
@@ -268,37 +274,38 @@ class ExpertsPart(Part):
         """
         if self.routing.capacity is None:
             return
-        choice, cp = self.routing.top_k * INDEX_BYTES, at.size("cp")
+        choice = self.routing.top_k * INDEX_BYTES
+        cp = at.size("cp")
         shared = cp > 1 or self.own_rows(at, batch) % batch.seq > 0
         if shared and not at.cuts_experts_alike:
             yield Collective("forward", "tp", "all_gather", batch.tokens(at) * choice, replayed=True)
         yield Collective("forward", "cp", "all_gather", batch.sequences * batch.seq * choice, replayed=True)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the tensors that the router, the exchange of rows and the experts save."""
         e, wide, k, count = batch.element, batch.wide, self.routing.top_k, self.routing.count
         own, gathered, rows = self.own_rows(at, batch), self.gathered_rows(at, batch), self.computed_rows(at, batch)
-        up = (2 if self.mlp.gated else 1) * self.width(at)
+        up = (2 if self.mlp.is_gated else 1) * self.width(at)
         row = self.mlp.hidden * e
         # Every tp rank then has all tokens, and routes a part of them.
         whole = at.cuts_experts_alike and not at.splits_tokens
         held = batch.tokens(at) if whole else own
-        yield Kept("router input", held * row)
-        yield Kept("scores", own * (count + 3 * k) * wide + own * k * INDEX_BYTES)
+        yield SavedTensor("router input", held * row)
+        yield SavedTensor("scores", own * (count + 3 * k) * wide + own * k * INDEX_BYTES)
         if at.size("ep") > 1:
-            yield Kept("expert inputs", rows * row)
+            yield SavedTensor("expert inputs", rows * row)
         elif gathered > held:
-            yield Kept("expert inputs", gathered * row)
-        yield Kept("expert features", rows * (up * e + wide))
-        yield Kept("expert rows", 3 * rows * INDEX_BYTES)
+            yield SavedTensor("expert inputs", gathered * row)
+        yield SavedTensor("expert features", rows * (up * e + wide))
+        yield SavedTensor("expert rows", 3 * rows * INDEX_BYTES)
         if self.shared is not None:
-            yield from self.shared.kept(at, batch, replace(kernels, pieces=1))
+            yield from self.shared.saved(at, batch, replace(kernels, pieces=1))
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the rows' gradients, both as they arrive and in the experts' order, and of the gradient
         of the last product's input. An activation that is not gated also holds its own gradient."""
         copies = 2 if at.size("ep") > 1 else 1
-        features = self.width(at) * (1 if self.mlp.gated else 4)
+        features = self.width(at) * (1 if self.mlp.is_gated else 4)
         return float(self.computed_rows(at, batch) * (copies * self.mlp.hidden + features) * batch.element)
 
 

@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 from meshwright.spec.layout.norms import NORMS, NormKind
 from meshwright.spec.layout.params import Init, ParamRecord, rows_of, whole
-from meshwright.spec.model.context import context_calls, context_kept, context_working
-from meshwright.spec.model.linear import ONES, ZEROS, column_calls, replicated, row_calls, row_records
+from meshwright.spec.model.context import context_calls, context_saved, context_workspace
+from meshwright.spec.model.linear import ONES, ZEROS, column_calls, replicated_axes, row_calls, row_records
 from meshwright.spec.model.loss_pieces import tile_counts, tile_rows
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     LinearPieces,
     MicroBatch,
     Part,
     Product,
     Records,
+    SavedTensor,
     Work,
 )
 
@@ -49,7 +49,7 @@ class NormPart(Part):
     of_mlp: bool = False  # an MLP follows; if that is computed in chunks, the norm is not fused
 
     def __post_init__(self) -> None:
-        NORMS.named(self.kind)
+        NORMS.entry(self.kind)
 
     @property
     def facts(self) -> NormKind:
@@ -57,35 +57,39 @@ class NormPart(Part):
 
     def records(self, at: Coordinate, name: str) -> Records:
         shape = (self.width if self.facts.elementwise else 1,)
-        records = {"weight": whole(f"{name}.weight", shape, ONES, decay=False, **replicated(at))}
+        records = {"weight": whole(f"{name}.weight", shape, ONES, decay=False, **replicated_axes(at))}
         if self.bias:
-            records["bias"] = whole(f"{name}.bias", shape, ZEROS, decay=False, **replicated(at))
+            records["bias"] = whole(f"{name}.bias", shape, ZEROS, decay=False, **replicated_axes(at))
         return records
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         return Work(moved=2.0 * batch.rows(at) * self.width * batch.element, kernels=2)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the input (on a CPU: its copies in float32), each row's statistics and, if the next product saves it,
         the output."""
-        rows, e, wide, facts = batch.rows(at), batch.element, batch.wide, self.facts
-        stream, copies = rows * self.width * e, facts.host_copies if kernels.host else 0
+        rows = batch.rows(at)
+        e = batch.element
+        wide = batch.wide
+        facts = self.facts
+        stream = rows * self.width * e
+        copies = facts.host_copies if kernels.host else 0
         if copies:
-            yield Kept("input" if e == wide else "wide input", rows * self.width * wide)
-            yield Kept("normed input", (copies - 1) * rows * self.width * wide)
+            yield SavedTensor("input" if e == wide else "wide input", rows * self.width * wide)
+            yield SavedTensor("normed input", (copies - 1) * rows * self.width * wide)
         else:
-            yield Kept("input", stream)
+            yield SavedTensor("input", stream)
         # CPU kernels that need no copies in accumulation precision keep statistics in the precision of the input.
-        yield Kept("statistics", facts.statistics * rows * (e if kernels.host and not copies else wide))
+        yield SavedTensor("statistics", facts.statistics * rows * (e if kernels.host and not copies else wide))
         if self.keeps_output and not self.fused_by(kernels):
-            yield Kept("output", stream)
+            yield SavedTensor("output", stream)
 
     def fused_by(self, kernels: Kernels) -> bool:
         """Return whether the kernel of the product after it also computes the norm."""
         apart = not self.fuses or (self.of_mlp and kernels.pieces > 1)
         return kernels.fused and self.facts.fuses and not apart
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the input gradient and the normed input, which a fused RMS norm recomputes in one
         pass."""
         fused = self.fused_by(kernels) and self.keeps_output
@@ -112,13 +116,13 @@ def core_work(
     return Work(products, softmax=float(count * queries * keys * passes), kernels=16)
 
 
-def core_kept(batch: MicroBatch, kernels: Kernels, rows: int, keys: int, dropout: float) -> Kept:
+def core_saved(batch: MicroBatch, kernels: Kernels, rows: int, keys: int, dropout: float) -> SavedTensor:
     """Return the tensor that the attention core saves for `rows` rows of scores (queries times heads): the log-sum of
     each row, or all scores if the core is not fused."""
     if kernels.fused_attention:
-        return Kept("log-sums", rows * batch.wide, core=True)
+        return SavedTensor("log-sums", rows * batch.wide, core=True)
     e = batch.element
-    return Kept("scores", rows * keys * (e + (e + 1 if dropout else 0)), core=True)
+    return SavedTensor("scores", rows * keys * (e + (e + 1 if dropout else 0)), core=True)
 
 
 @dataclass(frozen=True)
@@ -177,12 +181,16 @@ class AttentionPart(Part):
         return super().matrices() | ({"qkv.weight": heads} if by_head else {})
 
     def records(self, at: Coordinate, name: str) -> Records:
-        d, tp, tp_rank = self.head_dim, at.size("tp"), at.index("tp")
-        total, queries = (self.heads + 2 * self.kv_heads) * d, self.heads // tp * d
+        d = self.head_dim
+        tp = at.size("tp")
+        tp_rank = at.index("tp")
+        total = (self.heads + 2 * self.kv_heads) * d
+        queries = self.heads // tp * d
         kv = max(1, self.kv_heads // tp) * d
         # If key-value heads are copied, this is the head tp_rank // copies.
         kv_first = tp_rank * self.kv_heads // tp * d
-        k_first, v_first = self.heads * d + kv_first, (self.heads + self.kv_heads) * d + kv_first
+        k_first = self.heads * d + kv_first
+        v_first = (self.heads + self.kv_heads) * d + kv_first
         q_rows = (tp_rank * queries, queries, 0)
 
         def cut(key: str, tail: tuple[int, ...], init: Init, decay: bool) -> Records:
@@ -211,7 +219,9 @@ class AttentionPart(Part):
         elif self.norms_tokens:
             # The weights are cut like the heads.
             axes = (KV_COPIES,) if tp > self.kv_heads else ()
-            q, k, kv_rows = f"{name}.q_norm.weight", f"{name}.k_norm.weight", (kv_first, kv, 0)
+            q = f"{name}.q_norm.weight"
+            k = f"{name}.k_norm.weight"
+            kv_rows = (kv_first, kv, 0)
             records["q_norm.weight"] = rows_of(q, (q_rows,), self.heads * d, (), ONES, decay=False)
             records["k_norm.weight"] = rows_of(
                 k, (kv_rows,), self.kv_heads * d, (), ONES, decay=False, copies=axes, partial=axes
@@ -220,7 +230,9 @@ class AttentionPart(Part):
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         heads, kv = self.own_heads(at)
-        d, tokens, cp = self.head_dim, batch.tokens(at), at.size("cp")
+        d = self.head_dim
+        tokens = batch.tokens(at)
+        cp = at.size("cp")
         products = (
             Product("qkv", tokens, (heads + 2 * kv) * d, self.hidden),
             Product("out", tokens, self.hidden, heads * d, scattered=True),
@@ -250,7 +262,7 @@ class AttentionPart(Part):
                 yield Collective(phase, "tp", "all_reduce", 2 * batch.tokens(at) * batch.wide)
         yield from context_calls(at, batch, *self.own_heads(at), self.core_dim)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield queries, keys and values, the result, and the tensor that the core saves: each row's log-sum or the
         scores.
 
@@ -259,36 +271,38 @@ class AttentionPart(Part):
         (h, k), d, tokens = self.own_heads(at), self.head_dim, batch.tokens(at)
         e, wide, host = batch.element, batch.wide, kernels.host
         if at.size("tp") > self.kv_heads:
-            yield Kept("joined weight", self.hidden * (h + 2 * k) * d * e)
+            yield SavedTensor("joined weight", self.hidden * (h + 2 * k) * d * e)
         if self.norms_heads:
             # A CPU saves a head's input and normed input in float32, or one copy if the input is float32 already.
-            copies = (1 if e >= 4 else 2) if host else 0
-            yield Kept("head norms", tokens * (h + k) * (copies * d * wide + wide))
+            copies = 0
+            if host:
+                copies = 1 if e >= 4 else 2
+            yield SavedTensor("head norms", tokens * (h + k) * (copies * d * wide + wide))
         elif self.norms_tokens:
-            yield Kept("token norms", 2 * tokens * wide)
-        yield Kept("attention output", tokens * h * d * e)
+            yield SavedTensor("token norms", 2 * tokens * wide)
+        yield SavedTensor("attention output", tokens * h * d * e)
         # A CPU has no fused kernel with a bias: it saves copies in float32 and tensors of scores.
         if host and self.biased:
-            yield Kept("qkv", tokens * (h + 2 * k) * d * e)
-            yield Kept("wide qkv", tokens * (h + 2 * k) * d * (wide - e), core=True)
-            yield Kept("scores", (3 if self.dropout else 1) * tokens * h * batch.seq * wide, core=True)
+            yield SavedTensor("qkv", tokens * (h + 2 * k) * d * e)
+            yield SavedTensor("wide qkv", tokens * (h + 2 * k) * d * (wide - e), core=True)
+            yield SavedTensor("scores", (3 if self.dropout else 1) * tokens * h * batch.seq * wide, core=True)
             return
         if self.alibi:
-            yield Kept("wider attention output", tokens * h * self.core_dim * e, core=True)
-        yield Kept("qkv", tokens * (h + 2 * k) * self.core_dim * e)
+            yield SavedTensor("wider attention output", tokens * h * self.core_dim * e, core=True)
+        yield SavedTensor("qkv", tokens * (h + 2 * k) * self.core_dim * e)
         # The fused rotation works on one tensor, which attention saves anyway.
         rotates_in_place = kernels.fused and not self.qk_norm
         if self.rope and kernels.keeps_rotation and not rotates_in_place:
-            yield Kept("rotated", tokens * (h + k) * d * e)
+            yield SavedTensor("rotated", tokens * (h + k) * d * e)
         if kernels.own and at.size("cp") > 1:
-            yield from context_kept(at, batch, h, k, self.core_dim)
+            yield from context_saved(at, batch, h, k, self.core_dim)
             return
         if not (kernels.fused_attention and self._in_tiles(batch, host)):
-            yield core_kept(batch, kernels, tokens * h, batch.seq, self.dropout)
+            yield core_saved(batch, kernels, tokens * h, batch.seq, self.dropout)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         if kernels.own and at.size("cp") > 1:
-            return context_working(at, batch, *self.own_heads(at), self.core_dim, bool(self.window))
+            return context_workspace(at, batch, *self.own_heads(at), self.core_dim, bool(self.window))
         if kernels.own and kernels.fused_attention and self._in_tiles(batch, kernels.host):
             tile = float(batch.sequences * min(TILE_ROWS, batch.seq) * batch.seq)
             if not kernels.host:
@@ -373,17 +387,17 @@ class TokenEmbeddingPart(Part):
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterable[Collective]:
         return row_calls(at.at_once, batch, self.hidden, 0)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the numbers of the looked-up rows, if tp cuts the table, and the dropout mask.
 
         The ids belong to the batch. Other programs save the result in addition to the first block's input.
         """
         if not kernels.own:
-            yield Kept("output", batch.rows(at) * self.hidden * batch.element)
+            yield SavedTensor("output", batch.rows(at) * self.hidden * batch.element)
         if at.size("tp") > 1:
-            yield Kept("rows", batch.tokens(at) * 9)
+            yield SavedTensor("rows", batch.tokens(at) * 9)
         if self.dropout:
-            yield Kept("dropout mask", batch.rows(at) * self.hidden * (kernels.mask_bytes or batch.element))
+            yield SavedTensor("dropout mask", batch.rows(at) * self.hidden * (kernels.mask_bytes or batch.element))
 
     def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the row numbers and the gradients of the looked-up rows."""
@@ -401,10 +415,10 @@ class PositionEmbeddingPart(Part):
 
     def records(self, at: Coordinate, name: str) -> Records:
         shape = (self.offset + self.positions, self.hidden)
-        return {"weight": whole(f"{name}.weight", shape, self.init, **replicated(at))}
+        return {"weight": whole(f"{name}.weight", shape, self.init, **replicated_axes(at))}
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        yield Kept("positions", batch.rows(at) * 8)
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+        yield SavedTensor("positions", batch.rows(at) * 8)
 
     def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         return second_table_factors(at, batch, kernels, self.hidden)
@@ -448,7 +462,8 @@ class OutputLayerPart(Part):
 
         Losses of other programs are assumed to move as many bytes per logit as they hold at their peak.
         """
-        tokens, columns = batch.tokens(at), vocabulary_rows(self.vocab, at)
+        tokens = batch.tokens(at)
+        columns = vocabulary_rows(self.vocab, at)
         product = Product("logits", tokens, columns, self.hidden, precise=True, defers=False)
         return Work((product,), moved=tokens * columns * (kernels.logit_bytes or LOGIT_BYTES), kernels=6)
 
@@ -465,7 +480,7 @@ class OutputLayerPart(Part):
             yield Collective("forward", "tp", "all_reduce", rows * batch.wide, times)
             yield Collective("forward", "tp", "all_reduce", 2 * rows * batch.wide, times)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the input gradient, which the loss computes in forward.
 
         If the embedding on this stage has the same weight, the weight gradient is saved too, because the embedding adds
@@ -474,14 +489,15 @@ class OutputLayerPart(Part):
         if not kernels.own:
             return
         bias_gradient = vocabulary_rows(self.vocab, at) * batch.wide if self.bias else 0
-        yield Kept("input gradient", batch.tokens(at) * self.hidden * batch.element + bias_gradient)
+        yield SavedTensor("input gradient", batch.tokens(at) * self.hidden * batch.element + bias_gradient)
         if self.tied and at.size("embedding") == 1:
-            yield Kept("weight gradient", vocabulary_rows(self.vocab, at) * self.hidden * batch.wide)
+            yield SavedTensor("weight gradient", vocabulary_rows(self.vocab, at) * self.hidden * batch.wide)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of one tile of logits, which a CPU also holds in float32. For other programs, return the
         bytes of all logits."""
-        tokens, columns = batch.tokens(at), vocabulary_rows(self.vocab, at)
+        tokens = batch.tokens(at)
+        columns = vocabulary_rows(self.vocab, at)
         if kernels.logit_bytes:
             return tokens * columns * kernels.logit_bytes + batch.rows(at) * self.hidden * batch.element
         logit_bytes = batch.element + (batch.wide if kernels.host else 0)

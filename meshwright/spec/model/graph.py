@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeVar
 
 from meshwright.spec.model.coordinate import Coordinate, hash_once
-from meshwright.spec.model.part import ALONE, BlockUnit, LossTerm, MicroBatch, Records, Rows, Unit
+from meshwright.spec.model.part import SINGLE_RANK, BlockUnit, LossTerm, MicroBatch, Records, Rows, Unit
 
 HIDDEN = "hidden"  # the stream of a model with one stack of blocks
 
@@ -136,7 +136,7 @@ class Model:
     def hidden(self) -> int:
         return self.streams[0].width
 
-    def mapped(self: AnyModel, change: Callable[[Node], Unit]) -> AnyModel:
+    def map_units(self: AnyModel, change: Callable[[Node], Unit]) -> AnyModel:
         """Return the model with the unit of each node replaced by `change(node)`."""
         return replace(self, nodes=tuple(node._replace(unit=change(node)) for node in self.nodes))
 
@@ -149,7 +149,7 @@ class Model:
         """Return the nodes of a stage (by default: of the model) in forward order."""
         return _nodes_of(self, stage or self.whole)
 
-    def cut(self, stage: Stage) -> int:
+    def first_node_of(self, stage: Stage) -> int:
         """Return the number of the first node of a stage.
 
         Nodes before the first block belong to the first stage, and nodes after the last block to the last. If there
@@ -195,7 +195,7 @@ class Model:
 
     def passes(self, at: Coordinate, batch: MicroBatch, stage: Stage) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors, in the model's precision, that a stage receives from the previous one."""
-        shapes = {stream.name: stream.shape(at, batch) for stream in self.live(self.cut(stage))}
+        shapes = {stream.name: stream.shape(at, batch) for stream in self.live(self.first_node_of(stage))}
         references = {reference_of(name): shape for name, shape in shapes.items()} if self.compared else {}
         return shapes | references
 
@@ -249,7 +249,7 @@ class Model:
 
 @lru_cache(maxsize=20_000)
 def _nodes_of(model: Model, stage: Stage) -> tuple[Node, ...]:
-    numbers = range(model.cut(stage), model.end(stage))
+    numbers = range(model.first_node_of(stage), model.end(stage))
     read = {name for number in numbers for name in model.nodes[number].inputs}
     return tuple(
         node
@@ -275,7 +275,7 @@ def stack_nodes(
 @lru_cache(maxsize=64)
 def parameter_count(model: Model) -> int:
     """Return the number of parameters of a whole model."""
-    return sum(record.values.numel for record in model.records(ALONE).values())
+    return sum(record.values.numel for record in model.records(SINGLE_RANK).values())
 
 
 def active_parameters(model: Model) -> int:

@@ -37,17 +37,17 @@ from meshwright.spec.model.grid_products import (
 from meshwright.spec.model.loss_pieces import tile_counts, tile_rows
 from meshwright.spec.model.mlp import MLPPart
 from meshwright.spec.model.part import (
-    ALONE,
+    SINGLE_RANK,
     BlockUnit,
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     MicroBatch,
     NamedPart,
     Part,
     Product,
     Records,
+    SavedTensor,
     Unit,
     Work,
 )
@@ -65,7 +65,7 @@ class GridNormPart(Part):
     grid: Grid
 
     def records(self, at: Coordinate, name: str) -> Records:
-        return {key: cut_features(record, at, STREAM) for key, record in self.part.records(ALONE, name).items()}
+        return {key: cut_features(record, at, STREAM) for key, record in self.part.records(SINGLE_RANK, name).items()}
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         return self._own(at).work(at, batch, kernels)
@@ -76,7 +76,9 @@ class GridNormPart(Part):
         Forward: 1 all_gather of each rank's mean and sum of squares (layer norm), or 1 all_reduce of the squares (RMS
         norm). Backward: 1 all_reduce of two numbers (layer norm) or of one (RMS norm).
         """
-        rows, axis, size = batch.rows(at) * batch.wide, STREAM.features, at.size(STREAM.features)
+        rows = batch.rows(at) * batch.wide
+        axis = STREAM.features
+        size = at.size(STREAM.features)
         if self.part.facts.centred:
             yield Collective("forward", axis, "all_gather", 2 * rows * size)
             yield Collective("backward", axis, "all_reduce", 2 * rows)
@@ -84,16 +86,16 @@ class GridNormPart(Part):
             yield Collective("forward", axis, "all_reduce", rows)
             yield Collective("backward", axis, "all_reduce", rows)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the input, each row's statistics and, if the product after it saves it, the output."""
         rows = batch.rows(at)
         stream = rows * self._own(at).width * batch.element
-        yield Kept("input", stream)
-        yield Kept("statistics", self.part.facts.statistics * rows * batch.wide)
+        yield SavedTensor("input", stream)
+        yield SavedTensor("statistics", self.part.facts.statistics * rows * batch.wide)
         if self.part.keeps_output and not self.grid.keeps and not self.part.fused_by(kernels):
-            yield Kept("output", stream)
+            yield SavedTensor("output", stream)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the input, the normed input and a gradient in accumulation precision."""
         return 3.0 * batch.rows(at) * self._own(at).width * batch.wide
 
@@ -133,7 +135,7 @@ class GridAttentionPart(Part):
             elif key.endswith("_norm.weight"):
                 # One weight serves all heads, and every rank of the grid has some heads of some rows.
                 records[key] = held_by(record, at, GRID_AXES)
-        whole = self.part.records(ALONE, name)
+        whole = self.part.records(SINGLE_RANK, name)
         records["out.weight"] = cut_weight(whole["out.weight"], at, second, whole=True)
         if "out.bias" in whole:
             records["out.bias"] = cut_features(whole["out.bias"], at, second.y)
@@ -153,16 +155,16 @@ class GridAttentionPart(Part):
             for phase in ("forward", "backward"):
                 yield Collective(phase, self.grid.inner.features, "all_reduce", 2 * own.tokens(place) * batch.wide)
         for call in context_calls(place, own, *self.part.own_heads(place), self.part.core_dim):
-            yield replace(call, axis=self.grid.sharing)
+            yield replace(call, axis=self.grid.sharing_axis)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        yield from self.part.kept(*inside_attention(at, batch, self.grid), kernels)
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+        yield from self.part.saved(*inside_attention(at, batch, self.grid), kernels)
         for product in self.products:
-            yield from product.gathered(at, batch)
+            yield from product.gathered_tensors(at, batch)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        core = self.part.working(*inside_attention(at, batch, self.grid), kernels)
-        return core + max(product.working(at, batch) for product in self.products)
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        core = self.part.workspace(*inside_attention(at, batch, self.grid), kernels)
+        return core + max(product.workspace(at, batch) for product in self.products)
 
     def core_backward(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         return self.part.core_backward(*inside_attention(at, batch, self.grid), kernels)
@@ -178,7 +180,7 @@ class GridMLPPart(Part):
     @property
     def products(self) -> tuple[GridProduct, GridProduct]:
         p, keeps = self.part, self.grid.keeps
-        up = GridProduct("up", (2 if p.gated else 1) * p.ffn, p.hidden, self.grid.first, keeps)
+        up = GridProduct("up", (2 if p.is_gated else 1) * p.ffn, p.hidden, self.grid.first, keeps)
         return up, GridProduct("down", p.hidden, p.ffn, self.grid.second, keeps)
 
     @property
@@ -193,7 +195,8 @@ class GridMLPPart(Part):
         return along(at, self.grid.inner.features)
 
     def records(self, at: Coordinate, name: str) -> Records:
-        cut, whole = self.part.records(self._width(at), name), self.part.records(ALONE, name)
+        cut = self.part.records(self._width(at), name)
+        whole = self.part.records(SINGLE_RANK, name)
         key = self.part.first
         records = {f"{key}.weight": cut_weight(cut[f"{key}.weight"], at, self.grid.first, whole=False)}
         if self.part.bias:
@@ -211,14 +214,14 @@ class GridMLPPart(Part):
         for product in self.products:
             yield from product.collectives(at, batch)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        yield from self._own.kept(self._width(at), rows_of_inner(at, batch, self.grid), kernels)
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+        yield from self._own.saved(self._width(at), rows_of_inner(at, batch, self.grid), kernels)
         for product in self.products:
-            yield from product.gathered(at, batch)
+            yield from product.gathered_tensors(at, batch)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        core = self._own.working(self._width(at), rows_of_inner(at, batch, self.grid), kernels)
-        return core + max(product.working(at, batch) for product in self.products)
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        core = self._own.workspace(self._width(at), rows_of_inner(at, batch, self.grid), kernels)
+        return core + max(product.workspace(at, batch) for product in self.products)
 
 
 @dataclass(frozen=True)
@@ -250,21 +253,23 @@ class GridTokensPart(Part):
         Forward: 1 all_gather of the table and 1 reduce_scatter of the looked-up rows. Backward: the reverse.
         """
         m, n, k = self._sizes(at, batch)
-        r, x, table = self.grid.first, m * k * batch.element, n * k * batch.element
+        r = self.grid.first
+        x = m * k * batch.element
+        table = n * k * batch.element
         yield Collective("forward", r.weight, "all_gather", table)
         yield Collective("forward", r.gathered, "reduce_scatter", x)
         yield Collective("backward", r.gathered, "all_gather", x)
         yield Collective("backward", r.weight, "reduce_scatter", table)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the numbers of the looked-up rows and, with dropout, its mask."""
         m, _, _ = self._sizes(at, batch)
-        yield Kept("rows", 8 * m)
+        yield SavedTensor("rows", 8 * m)
         if self.part.dropout:
             width = self.part.hidden // at.size(STREAM.features)
-            yield Kept("dropout mask", batch.rows(at) * width * (kernels.mask_bytes or batch.element))
+            yield SavedTensor("dropout mask", batch.rows(at) * width * (kernels.mask_bytes or batch.element))
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         m, n, k = self._sizes(at, batch)
         return float((2 * n * k + m * k) * batch.element)
 
@@ -277,10 +282,10 @@ class GridPositionsPart(Part):
     grid: Grid
 
     def records(self, at: Coordinate, name: str) -> Records:
-        return {"weight": cut_features(self.part.records(ALONE, name)["weight"], at, STREAM, dim=1)}
+        return {"weight": cut_features(self.part.records(SINGLE_RANK, name)["weight"], at, STREAM, dim=1)}
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
-        yield Kept("positions", batch.rows(at) * 8)
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
+        yield SavedTensor("positions", batch.rows(at) * 8)
 
 
 @dataclass(frozen=True)
@@ -325,15 +330,17 @@ class GridOutputPart(Part):
         for axis in r.y.rows:
             yield Collective("forward", axis, "all_reduce", batch.wide)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the gradient of the local input and, if the embedding on this stage shares the weight, the gradient of
         the local weight."""
         _, n, k = self.sizes(at, batch)
-        yield Kept("input gradient", batch.rows(at) * self.part.hidden // at.size(STREAM.features) * batch.element)
+        yield SavedTensor(
+            "input gradient", batch.rows(at) * self.part.hidden // at.size(STREAM.features) * batch.element
+        )
         if self.part.tied and at.size("embedding") == 1:
-            yield Kept("weight gradient", n // at.size(self.grid.first.weight) * k * batch.wide)
+            yield SavedTensor("weight gradient", n // at.size(self.grid.first.weight) * k * batch.wide)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of one tile of logits, both gathered factors and their gradients."""
         m, n, k = self.sizes(at, batch)
         logit_bytes = batch.element + (batch.wide if kernels.host else 0)
@@ -357,7 +364,7 @@ def on_grid(model: Model, grid: Grid) -> Model:
         return replace(changed, hidden=changed.hidden // grid.col) if isinstance(changed, BlockUnit) else changed
 
     streams = tuple(stream._replace(width=stream.width // grid.col) for stream in model.streams)
-    return replace(model.mapped(lambda node: cut(node.unit)), streams=streams)
+    return replace(model.map_units(lambda node: cut(node.unit)), streams=streams)
 
 
 def _on_grid(key: str, part: Part, grid: Grid) -> Part:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from meshwright.spec.layout.context import CONTEXT_PLANS
-from meshwright.spec.layout.grid import Cut, Grid, Roles
+from meshwright.spec.layout.grid import Grid, GridSharding, Roles
 from meshwright.spec.layout.params import Box, ParamRecord, overlap
-from meshwright.spec.model.part import Collective, Coordinate, Kept, MicroBatch, Product
+from meshwright.spec.model.part import Collective, Coordinate, MicroBatch, Product, SavedTensor
 
 # Ranks of a grid that share sequences gather each other's keys and values (`nn/attention/context.py`).
 SHARED_BY = CONTEXT_PLANS["gather"]
@@ -54,7 +54,7 @@ def held_by(record: ParamRecord, at: Coordinate, copies: Iterable[str]) -> Param
     return replace(record, copies=(*tie_axes, *grid_axes), partial=(*tie_axes, *grid_axes))
 
 
-def cut_features(record: ParamRecord, at: Coordinate, cut: Cut, dim: int = 0) -> ParamRecord:
+def cut_features(record: ParamRecord, at: Coordinate, cut: GridSharding, dim: int = 0) -> ParamRecord:
     """Return the record of a vector of features, or of a table along dim `dim`, that is cut like an activation."""
     return held_by(cut_record(record, dim, at.size(cut.features), at.index(cut.features)), at, cut.rows)
 
@@ -109,15 +109,15 @@ class GridProduct:
         yield Collective("backward", r.gathered, "reduce_scatter", x)
         yield Collective("backward", r.weight, "reduce_scatter", weight)
 
-    def gathered(self, at: Coordinate, batch: MicroBatch) -> Iterator[Kept]:
+    def gathered_tensors(self, at: Coordinate, batch: MicroBatch) -> Iterator[SavedTensor]:
         """Yield the tensors that are saved instead of x and the weight, if gathered factors are saved."""
         m, n, k = self.sizes(at, batch)
         if self.keeps:
-            yield Kept(f"gathered {self.name} input", m * k * batch.element)
+            yield SavedTensor(f"gathered {self.name} input", m * k * batch.element)
             if at.size(self.roles.weight) > 1:
-                yield Kept(f"gathered {self.name} weight", n * k * batch.element)
+                yield SavedTensor(f"gathered {self.name} weight", n * k * batch.element)
 
-    def working(self, at: Coordinate, batch: MicroBatch) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch) -> float:
         """Return the workspace of the product in bytes.
 
         It holds both gathered factors and the gathered gradient of the output. In forward, the blocks of x before they
@@ -144,11 +144,12 @@ def inside_attention(at: Coordinate, batch: MicroBatch, grid: Grid) -> tuple[Coo
     A rank has some heads of whole sequences. If there are too few sequences to distribute, the ranks along one axis
     share sequences, as context parallelism does.
     """
-    heads, shared = along(at, grid.inner.features), grid.shares(batch.sequences)
-    if shared == 1 or at.size(grid.sharing) == 1:
+    heads = along(at, grid.inner.features)
+    shared = grid.shares(batch.sequences)
+    if shared == 1 or at.size(grid.sharing_axis) == 1:
         return heads, replace(batch, sequences=max(1, batch.sequences // prod(at.size(x) for x in grid.inner.rows)))
-    axes = (*heads.axes, ("cp", shared, at.index(grid.sharing)))
-    others = prod(at.size(axis) for axis in grid.inner.rows if axis != grid.sharing)
+    axes = (*heads.axes, ("cp", shared, at.index(grid.sharing_axis)))
+    others = prod(at.size(axis) for axis in grid.inner.rows if axis != grid.sharing_axis)
     return Coordinate(tuple(sorted(axes)), context=SHARED_BY), replace(batch, sequences=batch.sequences // others)
 
 

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.spec.layout.params import Init, rows_of, whole
-from meshwright.spec.model.context import context_calls, context_kept, context_working
-from meshwright.spec.model.linear import ONES, column_calls, replicated, row_calls, row_records
+from meshwright.spec.model.context import context_calls, context_saved, context_workspace
+from meshwright.spec.model.linear import ONES, column_calls, replicated_axes, row_calls, row_records
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     LinearPieces,
     MicroBatch,
     Part,
     Product,
     Records,
+    SavedTensor,
     Work,
 )
 
@@ -62,22 +62,24 @@ class LatentAttentionPart(Part):
         """Return the heights of the matrices. By head, the rows of `kv_b` are the head's keys and then its values."""
         if not by_head:
             return super().matrices()
-        queries, keys_and_values = (self.head_dim,) * self.heads, (self.nope, self.value) * self.heads
+        queries = (self.head_dim,) * self.heads
+        keys_and_values = (self.nope, self.value) * self.heads
         query = "q_b" if self.q_rank else "q"
         return super().matrices() | {f"{query}.weight": queries, "kv_b.weight": keys_and_values}
 
     def records(self, at: Coordinate, name: str) -> Records:
         def cut(key: str, width: int, columns: int) -> Records:
-            rows, total = self.own_heads(at) * width, self.heads * width
+            rows = self.own_heads(at) * width
+            total = self.heads * width
             part = ((at.index("tp") * rows, rows, 0),)
             return {f"{key}.weight": rows_of(f"{name}.{key}.weight", part, total, (columns,), self.init)}
 
         def short(key: str, rows: int) -> Records:
             shape = (rows, self.hidden)
-            return {f"{key}.weight": whole(f"{name}.{key}.weight", shape, self.init, **replicated(at))}
+            return {f"{key}.weight": whole(f"{name}.{key}.weight", shape, self.init, **replicated_axes(at))}
 
         def norm(key: str, width: int) -> Records:
-            return {f"{key}.weight": whole(f"{name}.{key}.weight", (width,), ONES, decay=False, **replicated(at))}
+            return {f"{key}.weight": whole(f"{name}.{key}.weight", (width,), ONES, decay=False, **replicated_axes(at))}
 
         records = short("q_a", self.q_rank) | norm("q_a_norm", self.q_rank) if self.q_rank else {}
         records |= cut("q_b" if self.q_rank else "q", self.head_dim, self.q_rank or self.hidden)
@@ -111,23 +113,27 @@ class LatentAttentionPart(Part):
         yield from row_calls(at, batch, self.hidden, heads * self.value)
         yield from context_calls(at, batch, heads, heads, self.head_dim)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the normed token, the short vectors before and after their norms, and the tensors that the core saves:
         queries, keys, values, their result and each row's log-sum."""
-        heads, tokens, rows, e, wide = self.own_heads(at), batch.tokens(at), batch.rows(at), batch.element, batch.wide
-        yield Kept("normed token", rows * self.hidden * e)
-        yield Kept("short vectors", rows * (2 * self.q_rank + 2 * self.kv_rank + self.rope) * e)
-        yield Kept("short norms", rows * (2 if self.q_rank else 1) * wide)
-        yield Kept("qkv", 3 * tokens * heads * self.head_dim * e)
-        yield Kept("padded output", tokens * heads * self.head_dim * e, core=True)
-        yield Kept("attention output", tokens * heads * self.value * e)
+        heads = self.own_heads(at)
+        tokens = batch.tokens(at)
+        rows = batch.rows(at)
+        e = batch.element
+        wide = batch.wide
+        yield SavedTensor("normed token", rows * self.hidden * e)
+        yield SavedTensor("short vectors", rows * (2 * self.q_rank + 2 * self.kv_rank + self.rope) * e)
+        yield SavedTensor("short norms", rows * (2 if self.q_rank else 1) * wide)
+        yield SavedTensor("qkv", 3 * tokens * heads * self.head_dim * e)
+        yield SavedTensor("padded output", tokens * heads * self.head_dim * e, core=True)
+        yield SavedTensor("attention output", tokens * heads * self.value * e)
         if at.size("cp") > 1:
-            yield from context_kept(at, batch, heads, heads, self.head_dim)
+            yield from context_saved(at, batch, heads, heads, self.head_dim)
             return
-        yield Kept("log-sums", tokens * heads * wide, core=True)
+        yield SavedTensor("log-sums", tokens * heads * wide, core=True)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the gradients of queries, keys and values."""
         heads = self.own_heads(at)
-        merged = context_working(at, batch, heads, heads, self.head_dim) if at.size("cp") > 1 else 0.0
+        merged = context_workspace(at, batch, heads, heads, self.head_dim) if at.size("cp") > 1 else 0.0
         return 3.0 * batch.tokens(at) * heads * self.head_dim * batch.element + merged

@@ -15,7 +15,7 @@ from meshwright.spec.model.pieces import in_chunks, runs, summed_chunks
 ZEROS, ONES = Init("zeros"), Init("ones")
 
 
-def replicated(at: Coordinate) -> dict[str, tuple[str, ...]]:
+def replicated_axes(at: Coordinate) -> dict[str, tuple[str, ...]]:
     """Return the axes of a parameter that every tp rank holds.
 
     Under sequence parallelism each rank applies it to its own tokens, so that its gradient is a partial sum over tp.
@@ -41,12 +41,12 @@ def column_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> I
         yield Collective("backward", "tp", "all_reduce", payload)
         return
     cut = in_chunks(batch.tokens(at), width * local, at.size("tp"), at.piece_flops)
-    yield from _moved(at, cut, "forward", "all_gather", payload)
-    yield from _moved(at, cut, "backward", "all_gather", payload, repeated=True)
-    yield from _moved(at, cut, "backward", "reduce_scatter", payload)
+    yield from _row_calls(at, cut, "forward", "all_gather", payload)
+    yield from _row_calls(at, cut, "backward", "all_gather", payload, repeated=True)
+    yield from _row_calls(at, cut, "backward", "reduce_scatter", payload)
 
 
-def _moved(
+def _row_calls(
     at: Coordinate, cut: bool, phase: str, op: str, payload: int, repeated: bool = False
 ) -> Iterator[Collective]:
     """Yield the calls by which a linear layer gathers or scatters rows over tp: a single call or, if it is cut into
@@ -75,8 +75,8 @@ def row_calls(at: Coordinate, batch: MicroBatch, width: int, local: int) -> Iter
         yield Collective("forward", "tp", "all_reduce", payload // chunks, chunks)
         return
     cut = in_chunks(tokens, weight, at.size("tp"), at.piece_flops)
-    yield from _moved(at, cut, "forward", "reduce_scatter", payload)
-    yield from _moved(at, cut, "backward", "all_gather", payload)
+    yield from _row_calls(at, cut, "forward", "reduce_scatter", payload)
+    yield from _row_calls(at, cut, "backward", "all_gather", payload)
 
 
 def row_records(at: Coordinate, name: str, key: str, sizes: tuple[int, int], init: Init, bias: bool) -> Records:
@@ -86,5 +86,5 @@ def row_records(at: Coordinate, name: str, key: str, sizes: tuple[int, int], ini
     tp, tp_rank = at.size("tp"), at.index("tp")
     records = {f"{key}.weight": columns_of(f"{name}.{key}.weight", rows, columns, tp, tp_rank, init)}
     if bias:
-        records[f"{key}.bias"] = whole(f"{name}.{key}.bias", (rows,), ZEROS, decay=False, **replicated(at))
+        records[f"{key}.bias"] = whole(f"{name}.{key}.bias", (rows,), ZEROS, decay=False, **replicated_axes(at))
     return records

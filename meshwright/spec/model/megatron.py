@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.config.sections import ModelConfig
 from meshwright.errors import UserError
-from meshwright.spec.model.hf.family import Family, computed, model_section
+from meshwright.spec.model.hf.family import Family, function_keys, model_section
 
 NAMES = {
     "embedding": "embedding.word_embeddings",
@@ -166,7 +166,7 @@ def args_of(model: ModelConfig) -> dict[str, Any]:
         args |= {"rotary_base": model.rope_theta, "rotary_percent": model.rotary_fraction}
         args |= {"use_rope_scaling": scaling.kind == "llama3", "rope_scaling_factor": scaling.factor}
         args["rotary_seq_len_interpolation_factor"] = scaling.factor if scaling.kind == "linear" else None
-    wanted, found = computed(model), computed(model_of(args))
+    wanted, found = function_keys(model), function_keys(model_of(args))
     if misfits := [f"{key}={value}" for key, value in wanted.items() if found[key] != value]:
         raise UserError(f"Megatron-LM's GPT can't have model.{' or model.'.join(misfits)}: export it as another format")
     return args

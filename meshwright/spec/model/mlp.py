@@ -10,13 +10,13 @@ from meshwright.spec.model.linear import ZEROS, column_calls, row_calls, row_rec
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     LinearPieces,
     MicroBatch,
     Part,
     Product,
     Records,
+    SavedTensor,
     Work,
 )
 
@@ -35,21 +35,21 @@ class MLPPart(Part):
     keeps_result: bool = True  # the activation's result is saved for the gradient of the second product's weight
 
     @property
-    def gated(self) -> bool:
+    def is_gated(self) -> bool:
         return self.kind.endswith("glu")
 
     @property
     def is_swiglu(self) -> bool:
-        """True if the activation is SwiGLU, which has operators of its own (`nn/fused.py`)."""
+        """True if the activation is SwiGLU, which has its own operators (`nn/fused.py`)."""
         return self.kind == "swiglu"
 
     @property
     def first(self) -> str:
         """The name of the first projection. In a gated MLP it computes both the gate and the up projection."""
-        return "gate_up" if self.gated else "up"
+        return "gate_up" if self.is_gated else "up"
 
     def linears(self) -> tuple[LinearPieces, ...]:
-        pieces = (("gate", self.ffn), ("up", self.ffn)) if self.gated else (("up", self.ffn),)
+        pieces = (("gate", self.ffn), ("up", self.ffn)) if self.is_gated else (("up", self.ffn),)
         return LinearPieces(self.first, "column", pieces), LinearPieces("down", "row", (("down", self.hidden),))
 
     def width(self, at: Coordinate) -> int:
@@ -62,8 +62,9 @@ class MLPPart(Part):
         parts: tuple[tuple[int, int, int], ...] = ((first, width, 0),)
         total = self.ffn
         # A gated MLP stacks gate and up in one weight, and tp cuts each of them.
-        if self.gated:
-            parts, total = (*parts, (self.ffn + first, width, width)), 2 * self.ffn
+        if self.is_gated:
+            parts = (*parts, (self.ffn + first, width, width))
+            total = 2 * self.ffn
         records = {f"{key}.weight": rows_of(f"{name}.{key}.weight", parts, total, (self.hidden,), self.init)}
         if self.bias:
             records[f"{key}.bias"] = rows_of(f"{name}.{key}.bias", parts, total, (), ZEROS, decay=False)
@@ -71,7 +72,7 @@ class MLPPart(Part):
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         f, tokens = self.width(at), batch.tokens(at)
-        up = 2 * f if self.gated else f
+        up = 2 * f if self.is_gated else f
         products = (
             Product("up", tokens, up, self.hidden, again=kernels.pieces > 1),
             Product("down", tokens, self.hidden, f, scattered=True, again=kernels.pieces > 1),
@@ -80,10 +81,10 @@ class MLPPart(Part):
 
     def collectives(self, at: Coordinate, batch: MicroBatch) -> Iterator[Collective]:
         width = self.width(at)
-        yield from column_calls(at, batch, self.hidden, 2 * width if self.gated else width)
+        yield from column_calls(at, batch, self.hidden, 2 * width if self.is_gated else width)
         yield from row_calls(at, batch, self.hidden, width)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the tensors that the activation saves.
 
         A gated one saves both halves, the gate's activation and the result. SwiGLU saves only the halves if the next
@@ -92,21 +93,21 @@ class MLPPart(Part):
         while its backward runs.
         """
         copies: float = {"relu": 1.0, "quick_gelu": 2.0 if kernels.fused else 3.0}.get(self.kind, 2.0)
-        if self.gated:
+        if self.is_gated:
             copies = 2.0 if self._recomputes_swiglu(at, kernels) else kernels.gate_copies - (not self.keeps_result)
         elif not self.keeps_result:
             copies = max(1.0, copies - 1.0)
         rows = rows_of_chunk(batch.tokens(at), kernels.pieces)
-        yield Kept("mlp", rows * self.width(at) * batch.element * copies, passing=kernels.pieces > 1)
+        yield SavedTensor("mlp", rows * self.width(at) * batch.element * copies, passing=kernels.pieces > 1)
 
     def _recomputes_swiglu(self, at: Coordinate, kernels: Kernels) -> bool:
         """Return whether the second product recomputes SwiGLU in backward. It does not if it adds a bias itself."""
         return kernels.fused and self.fuses and self.is_swiglu and not (self.bias and at.size("tp") == 1)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the gradients of the widest tensors, and of SwiGLU's result if it is recomputed."""
         widths = 2
-        if self.gated:
+        if self.is_gated:
             widths = 3 if self._recomputes_swiglu(at, kernels) else 5
         return float(rows_of_chunk(batch.tokens(at), kernels.pieces) * self.width(at) * batch.element * widths)
 

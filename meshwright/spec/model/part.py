@@ -178,7 +178,7 @@ class LinearPieces(NamedTuple):
         return self.cut == "row"
 
 
-class Kept(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor that is saved for backward, with its `size` in bytes.
 
     `core`: the attention core produces it, so that recomputing the core frees its memory. `passing`: it exists only
@@ -259,11 +259,11 @@ class Part:
         """Return the collectives of forward and backward of one micro-batch. Calls over one rank may be listed too."""
         return ()
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterable[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterable[SavedTensor]:
         """Return the tensors that forward saves for backward."""
         return ()
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the workspace of forward or backward in bytes, in addition to the saved tensors."""
         return 0.0
 
@@ -290,16 +290,19 @@ def innermost(part: Part) -> Part:
     return part
 
 
-class Updated(NamedTuple):
-    """How the optimizer updates a parameter: its group (`ParamRecord.update_group`), whether it decays (None: as its
-    part says), and the heights of the matrices that are updated as wholes."""
+class UpdateOptions(NamedTuple):
+    """The way the optimizer updates a parameter.
+
+    This is its group (`ParamRecord.update_group`), whether it decays (None: as its part says), and the heights of the
+    matrices that are updated as wholes.
+    """
 
     group: int = 0
     decay: bool | None = None
     matrices: tuple[int, ...] = ()
 
 
-def marked(record: ParamRecord, updates: Mapping[str, Updated]) -> ParamRecord:
+def with_updates(record: ParamRecord, updates: Mapping[str, UpdateOptions]) -> ParamRecord:
     """Return a record, and those of its adapters, with the updates of their names."""
     if record.adapters:
         record = replace(record, adapters=tuple(_marked_adapter(adapter, updates) for adapter in record.adapters))
@@ -310,9 +313,9 @@ def marked(record: ParamRecord, updates: Mapping[str, Updated]) -> ParamRecord:
     return replace(record, update_group=updated.group, decay=decay, matrices=updated.matrices)
 
 
-def _marked_adapter(adapter: AdapterRecord, updates: Mapping[str, Updated]) -> AdapterRecord:
-    norms = None if adapter.norms is None else marked(adapter.norms, updates)
-    return replace(adapter, down=marked(adapter.down, updates), up=marked(adapter.up, updates), norms=norms)
+def _marked_adapter(adapter: AdapterRecord, updates: Mapping[str, UpdateOptions]) -> AdapterRecord:
+    norms = None if adapter.norms is None else with_updates(adapter.norms, updates)
+    return replace(adapter, down=with_updates(adapter.down, updates), up=with_updates(adapter.up, updates), norms=norms)
 
 
 class NamedPart(NamedTuple):
@@ -334,7 +337,7 @@ class Unit:
     parts: tuple[NamedPart, ...]
     rows: Rows = Rows()  # the rows that it works on
     # By a parameter's name in the unit: how the optimizer updates it, if not as usual.
-    updates: tuple[tuple[str, Updated], ...] = field(default=(), kw_only=True)
+    updates: tuple[tuple[str, UpdateOptions], ...] = field(default=(), kw_only=True)
 
     __hash__ = hash_once
 
@@ -366,7 +369,7 @@ class Unit:
     def records(self, at: Coordinate, prefix: str = "") -> Records:
         updates = {prefix + name: updated for name, updated in self.updates}
         return {
-            f"{key}.{own}": marked(record, updates) if updates else record
+            f"{key}.{own}": with_updates(record, updates) if updates else record
             for key, name, part in self.parts
             for own, record in part.records(at, prefix + name).items()
         }
@@ -387,21 +390,21 @@ class Unit:
         for _, _, part in self.parts:
             yield from (call for call in part.collectives(at, batch) if at.size(call.axis) > 1)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[SavedTensor, ...]:
         batch = self.rows.of(batch)
-        return tuple(kept for _, _, part in self.parts for kept in part.kept(at, batch, kernels))
+        return tuple(kept for _, _, part in self.parts for kept in part.saved(at, batch, kernels))
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         batch = self.rows.of(batch)
-        return max((part.working(at, batch, kernels) for _, _, part in self.parts), default=0.0)
+        return max((part.workspace(at, batch, kernels) for _, _, part in self.parts), default=0.0)
 
     def factors(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         batch = self.rows.of(batch)
         return sum(part.factors(at, batch, kernels) for _, _, part in self.parts)
 
-    def split_working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def split_workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the workspace of a backward that defers weight gradients, including the factors that it produces."""
-        return self.working(at, batch, kernels) + self.factors(at, batch, kernels)
+        return self.workspace(at, batch, kernels) + self.factors(at, batch, kernels)
 
 
 class EmbeddingUnit(Unit):
@@ -459,49 +462,49 @@ class BlockUnit(Unit):
         sums = Work(moved=float(batch.rows(at) * count * width), kernels=2 * count)
         return super().work(at, batch, kernels) + sums
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
-        saved: list[Kept] = []
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[SavedTensor, ...]:
+        saved: list[SavedTensor] = []
         batch = self.rows.of(batch)
         for number, (norm, body) in enumerate(self.branches):
             # All norms of a parallel block read the block's input, which is saved once.
             shared = self.parallel and number > 0
-            saved += [kept for kept in norm.part.kept(at, batch, kernels) if not (shared and kept.name == "input")]
-            saved += body.part.kept(at, batch, kernels)
+            saved += [kept for kept in norm.part.saved(at, batch, kernels) if not (shared and kept.name == "input")]
+            saved += body.part.saved(at, batch, kernels)
             if self.dropout:
                 mask_bytes = kernels.mask_bytes or batch.element
-                saved.append(Kept("dropout mask", batch.rows(at) * self.hidden * mask_bytes))
-        saved += [kept for norm in self.after for kept in norm.part.kept(at, batch, kernels)]
+                saved.append(SavedTensor("dropout mask", batch.rows(at) * self.hidden * mask_bytes))
+        saved += [kept for norm in self.after for kept in norm.part.saved(at, batch, kernels)]
         return tuple(saved)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         batch = self.rows.of(batch)
-        stream = self._passed(at, batch)
+        stream = self._stream_bytes(at, batch)
         if not kernels.own:
             # A gathered input and a gradient.
             return 2.0 * stream if at.splits_tokens else 0.0
-        norms = max(norm.part.working(at, batch, kernels) for norm, _ in self.branches)
-        bodies = max(body.part.working(at, batch, kernels) for _, body in self.branches)
+        norms = max(norm.part.workspace(at, batch, kernels) for norm, _ in self.branches)
+        bodies = max(body.part.workspace(at, batch, kernels) for _, body in self.branches)
         return max(norms + bodies + 3 * stream, self._in_core(at, batch, kernels))
 
-    def split_working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def split_workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the workspace of a backward that defers weight gradients (see `Unit`).
 
         As the backward passes through the bodies, saved activations are freed and factors accumulate. `change` is the
         difference so far, and the result is the peak over the bodies.
         """
         own = self.rows.of(batch)
-        stream = self._passed(at, own)
+        stream = self._stream_bytes(at, own)
         change = 0.0
         peak = -math.inf
         for norm, body in reversed(self.branches):
-            working = sum(named.part.working(at, own, kernels) for named in (norm, body)) + 3 * stream
+            working = sum(named.part.workspace(at, own, kernels) for named in (norm, body)) + 3 * stream
             core = body.part.core_backward(at, own, kernels) + 2 * own.rows(at) * self.hidden * own.element
             peak = max(peak, change + working, change + core)
             change += body.part.factors(at, own, kernels)
-            change -= sum(kept.size for named in (norm, body) for kept in named.part.kept(at, own, kernels))
+            change -= sum(kept.size for named in (norm, body) for kept in named.part.saved(at, own, kernels))
         return max(peak, change + 2 * stream)
 
-    def _passed(self, at: Coordinate, batch: MicroBatch) -> int:
+    def _stream_bytes(self, at: Coordinate, batch: MicroBatch) -> int:
         """Return the bytes of the stream as a product reads it: the rows of all ranks that divide it."""
         gathered = at.size("tp") if at.splits_tokens else 1
         return batch.rows(at) * gathered * self.hidden * batch.element
@@ -516,8 +519,8 @@ class BlockUnit(Unit):
         peak = -math.inf
         for norm, body in reversed(self.branches):
             peak = max(peak, body.part.core_backward(at, batch, kernels) - freed)
-            freed += sum(kept.size for named in (norm, body) for kept in named.part.kept(at, batch, kernels))
+            freed += sum(kept.size for named in (norm, body) for kept in named.part.saved(at, batch, kernels))
         return peak + 2 * batch.rows(at) * self.hidden * batch.element
 
 
-ALONE = Coordinate()
+SINGLE_RANK = Coordinate()

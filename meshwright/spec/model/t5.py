@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.spec.layout.params import Init, columns_of, rows_of
-from meshwright.spec.model.gpt import core_kept, core_work
+from meshwright.spec.model.gpt import core_saved, core_work
 from meshwright.spec.model.linear import column_calls, row_calls, row_records
 from meshwright.spec.model.part import (
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     MicroBatch,
     Part,
     Product,
     Records,
+    SavedTensor,
     Work,
 )
 
@@ -54,7 +54,7 @@ def relative_bucket(distance: int, both_ways: bool, buckets: int, farthest: int)
     return first + exact + step
 
 
-def aligned(keys: int) -> int:
+def padded_keys(keys: int) -> int:
     """Return the padded length of a row of the bias in memory. Kernels that add the bias to scores would copy rows of
     other lengths for every block."""
     return -(-keys // ALIGNED_KEYS) * ALIGNED_KEYS
@@ -94,14 +94,14 @@ class RelativeBiasPart(Part):
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         return Work(moved=2.0 * self._scores(at, batch) * batch.element, kernels=4)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the bias, which all blocks of the stage save, and the buckets of all distances. A decoder also saves
         its causal mask."""
-        row = aligned(batch.seq)
-        yield Kept("bias", self.heads // at.size("tp") * batch.seq * row * batch.element)
-        yield Kept("buckets", 8 * (2 * batch.seq - 1) + (0 if self.both_ways else batch.seq * row))
+        row = padded_keys(batch.seq)
+        yield SavedTensor("bias", self.heads // at.size("tp") * batch.seq * row * batch.element)
+        yield SavedTensor("buckets", 8 * (2 * batch.seq - 1) + (0 if self.both_ways else batch.seq * row))
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         return 2.0 * self._scores(at, batch) * batch.element
 
 
@@ -150,7 +150,9 @@ class CrossAttentionPart(Part):
         } | row_records(at, name, "out", (self.hidden, total), self.out_init, False)
 
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
-        heads, d, tokens = self.heads // at.size("tp"), self.head_dim, batch.tokens(at)
+        heads = self.heads // at.size("tp")
+        d = self.head_dim
+        tokens = batch.tokens(at)
         products = (
             Product("cross q", tokens, heads * d, self.hidden),
             Product("cross kv", self.memory(batch).tokens(at), 2 * heads * d, self.hidden),
@@ -165,20 +167,23 @@ class CrossAttentionPart(Part):
         yield from column_calls(at, self.memory(batch), self.hidden, 2 * local)
         yield from row_calls(at, batch, self.hidden, local)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield queries, keys and values, the result, and the tensor that the core saves.
 
         The encoder's output is saved once for all blocks (see `Model.read_beside`).
         """
-        heads, d, tokens, e = self.heads // at.size("tp"), self.head_dim, batch.tokens(at), batch.element
+        heads = self.heads // at.size("tp")
+        d = self.head_dim
+        tokens = batch.tokens(at)
+        e = batch.element
         keys = self.memory(batch).tokens(at)
-        yield Kept("attention output", tokens * heads * d * e)
-        yield Kept("cross qkv", (tokens + 2 * keys) * heads * d * e)
+        yield SavedTensor("attention output", tokens * heads * d * e)
+        yield SavedTensor("cross qkv", (tokens + 2 * keys) * heads * d * e)
         # A CPU has no fused kernel with dropout. It processes tiles of queries, and saves nothing of the core.
         if not (kernels.fused_attention and kernels.host and self.dropout):
-            yield core_kept(batch, kernels, tokens * heads, self.seq, self.dropout)
+            yield core_saved(batch, kernels, tokens * heads, self.seq, self.dropout)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the gradients of keys and values, and of two gradients of the encoder's output: the sum
         so far, and this block's."""
         keys = self.memory(batch).tokens(at)

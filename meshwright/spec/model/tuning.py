@@ -23,13 +23,12 @@ from meshwright.spec.layout.params import AdapterRecord, Box, Init, ParamRecord,
 from meshwright.spec.model.experts import ExpertsPart
 from meshwright.spec.model.gpt import NormPart, TokenEmbeddingPart
 from meshwright.spec.model.graph import Model
-from meshwright.spec.model.linear import ZEROS, replicated
+from meshwright.spec.model.linear import ZEROS, replicated_axes
 from meshwright.spec.model.mlp import MLPPart
 from meshwright.spec.model.part import (
-    ALONE,
+    SINGLE_RANK,
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     LinearPieces,
     LossTerm,
@@ -38,6 +37,7 @@ from meshwright.spec.model.part import (
     Part,
     Product,
     Records,
+    SavedTensor,
     Unit,
     Work,
 )
@@ -92,11 +92,11 @@ class TunedPart(Part):
 
     def matrices(self, by_head: bool = False) -> dict[str, tuple[int, ...]]:
         """Return the heights of the factors, which are whole matrices even where they serve several heads."""
-        adapters = (adapter for record in self.records(ALONE, "").values() for adapter in record.adapters)
+        adapters = (adapter for record in self.records(SINGLE_RANK, "").values() for adapter in record.adapters)
         factors = (factor for adapter in adapters for factor in (adapter.down, adapter.up))
         return {factor.name.removeprefix("."): (factor.shape[-2],) for factor in factors}
 
-    def _adapted(self, linear: LinearPieces) -> bool:
+    def _is_adapted(self, linear: LinearPieces) -> bool:
         return any(self.tuning.adapts(piece) for piece, _ in linear.pieces)
 
     def records(self, at: Coordinate, name: str) -> Records:
@@ -123,8 +123,11 @@ class TunedPart(Part):
         frozen = tuple(replace(product, frozen=product.linear) for product in work.products)
         added, moved = [], 0.0
         for adapter, linear in self._adapters(at):
-            rows, inputs = adapter.stop - adapter.start, adapter.down.local_shape[-1]
-            tokens, rank, groups = self._tokens(linear, at, batch), self.tuning.rank, 0
+            rows = adapter.stop - adapter.start
+            inputs = adapter.down.local_shape[-1]
+            tokens = self._tokens(linear, at, batch)
+            rank = self.tuning.rank
+            groups = 0
             # Adapters of experts are grouped products, and don't save x A^T: backward computes it again.
             if isinstance(self.part, ExpertsPart) and linear.experts:
                 groups = self.part.experts(at)
@@ -134,7 +137,7 @@ class TunedPart(Part):
             ]
             moved += 2.0 * tokens * rows * batch.element
         # Unpacking reads the bytes of a packed weight and writes its values.
-        unpacked = self._unpacked(at)
+        unpacked = self._unpacked_counts(at)
         moved += sum(unpacked) * (row_bytes(BLOCK) / BLOCK + batch.element)
         kernels_run = work.kernels + len(added) + len(unpacked)
         return replace(work, products=(*frozen, *added), moved=work.moved + moved, kernels=kernels_run)
@@ -156,36 +159,37 @@ class TunedPart(Part):
         frozen_table, has_experts = isinstance(self.part, TokenEmbeddingPart), isinstance(self.part, ExpertsPart)
         for call in self.part.collectives(at, batch):
             linear = next(columns, None) if call.repeated else None
-            used = self._adapted(linear) if linear is not None else not (call.repeated and has_experts)
+            used = self._is_adapted(linear) if linear is not None else not (call.repeated and has_experts)
             if used and not (frozen_table and call.backward):
                 yield call
         for linear in self.part.linears():
-            if self.tuning.norms and linear.cuts_inputs and self._adapted(linear):
+            if self.tuning.norms and linear.cuts_inputs and self._is_adapted(linear):
                 rows = sum(count for _, count in linear.pieces)
                 yield Collective("forward", "tp", "all_reduce", 2 * rows * batch.wide)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the part's saved tensors, without those that only gradients of frozen weights need, and the adapters'.
 
         An adapter saves x A^T and, with dropout, the mask of its input. DoRA also saves the product before it is
         scaled. Adapters of experts save nothing and recompute everything.
         """
         dropped = {"weight gradient"} | ({"normed input"} if isinstance(self.part, NormPart) else set())
-        yield from (kept for kept in self.part.kept(at, batch, kernels) if kept.name not in dropped)
+        yield from (kept for kept in self.part.saved(at, batch, kernels) if kept.name not in dropped)
         linears = {linear.name: linear for linear in self.part.linears()}
         for record in (record for record in self.records(at, "").values() if record.adapters):
-            linear, tuning = linears[_linear_name(record)], self.tuning
+            linear = linears[_linear_name(record)]
+            tuning = self.tuning
             if linear.experts:
                 continue
             (rows, inputs), tokens = record.values.local_shape, self._tokens(linear, at, batch)
-            yield Kept("adapters", len(record.adapters) * tokens * tuning.rank * batch.element)
-            yield Kept("adapter mask", tokens * inputs * batch.element if tuning.dropout else 0)
+            yield SavedTensor("adapters", len(record.adapters) * tokens * tuning.rank * batch.element)
+            yield SavedTensor("adapter mask", tokens * inputs * batch.element if tuning.dropout else 0)
             norms = tokens * rows * batch.element + 2 * rows * batch.wide
-            yield Kept("unscaled product", norms if tuning.norms else 0)
+            yield SavedTensor("unscaled product", norms if tuning.norms else 0)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the part's workspace, plus the values of its largest packed weight."""
-        return self.part.working(at, batch, kernels) + max(self._unpacked(at), default=0) * batch.element
+        return self.part.workspace(at, batch, kernels) + max(self._unpacked_counts(at), default=0) * batch.element
 
     def _tokens(self, linear: LinearPieces, at: Coordinate, batch: MicroBatch) -> int:
         """Return the number of rows of the input of a linear layer."""
@@ -193,7 +197,7 @@ class TunedPart(Part):
             return self.part.computed_rows(at, batch)
         return batch.tokens(at) if linear.cuts_outputs or linear.cuts_inputs else batch.rows(at)
 
-    def _unpacked(self, at: Coordinate) -> list[int]:
+    def _unpacked_counts(self, at: Coordinate) -> list[int]:
         """Return the number of values of each packed weight."""
         return [record.values.numel for record in self.records(at, "").values() if record.packs is not None]
 
@@ -235,7 +239,9 @@ def _adapter(
         up = whole(f"{name}.lora_b", (rows, rank), ZEROS, **axes)
         norms = whole(f"{name}.norms", (rows,), ZEROS, decay=False, **axes)
     else:
-        shared = {"copies": ("tp",), "partial": ("tp",)} if at.size("tp") > 1 and cut == "column" else replicated(at)
+        shared = (
+            {"copies": ("tp",), "partial": ("tp",)} if at.size("tp") > 1 and cut == "column" else replicated_axes(at)
+        )
         held = {"copies": weight.copies, "partial": weight.partial}
         down = whole(f"{name}.lora_a", (rank, width), init, **shared)
         up = rows_of(f"{name}.lora_b", parts, rows, (rank,), ZEROS, local[1], **held)
@@ -292,7 +298,7 @@ def _check_experts(tuning: Tuning, experts: set[str]) -> None:
             raise UserError(f"{key} can't be had on experts: {instead}, or leave {named[0]} out of tune.targets")
 
 
-def tuned(model: Model, tuning: Tuning) -> Model:
+def with_tuning(model: Model, tuning: Tuning) -> Model:
     """Return the model with frozen weights and adapters."""
     linears = [linear for block in model.blocks for _, _, part in block.parts for linear in part.linears()]
     experts = {piece for linear in linears if linear.experts for piece, _ in linear.pieces}
@@ -312,7 +318,7 @@ def tuned(model: Model, tuning: Tuning) -> Model:
     # As in QLoRA, the head has no adapters and is not packed.
     of_head = replace(tuning, targets=(), packs=False)
     changed = cache(_tuned_unit)
-    return model.mapped(lambda node: changed(node.unit, tuning if node.writes else of_head))
+    return model.map_units(lambda node: changed(node.unit, tuning if node.writes else of_head))
 
 
 def _tuned_unit(unit: AnyUnit, tuning: Tuning) -> AnyUnit:

@@ -30,7 +30,7 @@ EMBEDDING, WORLD, SEQUENCE = "embedding", "world", "tp-cp"
 # the router's sums move kilobytes. Pipeline sends move one tensor at a time, and a posted receive occupies its blocks
 # until the tensor arrives. Four blocks carry more than a network card does.
 # A layout whose order has cp before tp calls the router's group "cp-tp".
-MOST_BLOCKS = {WORLD: 2, SEQUENCE: 2, "cp-tp": 2, EMBEDDING: 4, PP: 4, PP_BACK: 4}
+MAX_BLOCKS = {WORLD: 2, SEQUENCE: 2, "cp-tp": 2, EMBEDDING: 4, PP: 4, PP_BACK: 4}
 
 # The compute stream waits for calls over these axes at once. Calls over others overlap with compute.
 _URGENT = ("tp", "cp", "ep", "etp", "pp")
@@ -45,7 +45,7 @@ class Communicator(NamedTuple):
 
     @property
     def is_small(self) -> bool:
-        return self.group in MOST_BLOCKS
+        return self.group in MAX_BLOCKS
 
 
 def is_urgent(group: str) -> bool:

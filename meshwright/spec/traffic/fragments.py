@@ -25,7 +25,7 @@ def fragment_bounds(share: int, fragments: int, replicas: int) -> list[tuple[int
     return list(pairwise(units * number // fragments * unit for number in range(fragments + 1)))
 
 
-class Moment(NamedTuple):
+class FragmentMoment(NamedTuple):
     """The fragments to synchronise after the update of a step: first the all-reduces of `arrive` are completed, then
     the ones of `begin` are started. With `at_once`, the step also waits for these."""
 
@@ -34,16 +34,16 @@ class Moment(NamedTuple):
     at_once: bool
 
 
-def moment_of(config: LocalConfig, step: int, last: bool) -> Moment:
+def moment_of(config: LocalConfig, step: int, last: bool) -> FragmentMoment:
     """Return the fragments that replicas synchronise after the update of step `step`, counted from 1.
 
     After the `last` step of a run, all fragments in flight arrive, and then every fragment is synchronised once more.
     """
     in_flight = [f for before in range(config.delay, 0, -1) for f in _due(config, step - before)]
     if last:
-        return Moment(tuple(in_flight), tuple(range(config.fragments)), at_once=True)
+        return FragmentMoment(tuple(in_flight), tuple(range(config.fragments)), at_once=True)
     arrive = _due(config, step - config.delay) if config.delay else ()
-    return Moment(tuple(arrive), tuple(_due(config, step)), at_once=not config.delay)
+    return FragmentMoment(tuple(arrive), tuple(_due(config, step)), at_once=not config.delay)
 
 
 def _due(config: LocalConfig, step: int) -> list[int]:

@@ -23,7 +23,7 @@ class Operation(NamedTuple):
     wire: Callable[[int], tuple[int, int]]
     rounds: int = 1  # the times that data go round a ring of the ranks
     is_message: bool = False  # one rank sends to one other
-    is_exchange: bool = False  # every rank sends a message of its own to every other
+    is_exchange: bool = False  # every rank sends a different message to every other
     is_sum: bool = False
 
 

@@ -42,14 +42,16 @@ def bucket_elements(bucket_mib: float, element_bytes: int, ranks: int) -> int:
 
 
 class UpdateKind(NamedTuple):
-    """Which rule updates a parameter: the number of its group in `optimizer.groups` (0: none), and whether its matrices
-    are updated as wholes."""
+    """The rule that updates a parameter.
+
+    `group` is the number of its group in `optimizer.groups`, or 0. `matrices`: its matrices are updated as wholes.
+    """
 
     group: int = 0
     matrices: bool = False
 
 
-USUAL_UPDATE = UpdateKind()
+DEFAULT_UPDATE = UpdateKind()
 
 
 def update_kind(record: ParamRecord) -> UpdateKind:

@@ -21,7 +21,7 @@ from meshwright.engine.sharding.compression.exchange import ExchangeReducer, cod
 from meshwright.engine.sharding.compression.sizes import candidates
 from meshwright.engine.sharding.reducers import PendingReduction
 
-WORTH = 0.05  # the share of a step that a harsher candidate must save
+MIN_SAVING = 0.05  # the share of a step that a harsher candidate must save
 CHOICE, RANKS = "reduce.", "reduce.ranks"  # the names of the choice and of the number of ranks in a checkpoint
 
 
@@ -42,12 +42,12 @@ class Trial(NamedTuple):
 
 
 def best(trials: Sequence[Trial], room: float, step_s: float) -> Trial:
-    """Return the first candidate that no other beats by more than `WORTH` of a step.
+    """Return the first candidate that no other beats by more than `MIN_SAVING` of a step.
 
     `trials` are ordered from the mildest to the harshest.
     """
     least = min(trial.delay(room) for trial in trials)
-    return next(trial for trial in trials if trial.delay(room) <= least + WORTH * step_s)
+    return next(trial for trial in trials if trial.delay(room) <= least + MIN_SAVING * step_s)
 
 
 class AdaptiveReducer(ExchangeReducer):

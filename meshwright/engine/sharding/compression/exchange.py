@@ -17,12 +17,12 @@ from meshwright.comm.group import Group, Pending
 from meshwright.config.comm import GatherConfig, ReduceConfig
 from meshwright.device import generator
 from meshwright.engine.sharding.buffers import Bucket, FlatBuffer
-from meshwright.engine.sharding.compression.residual import Compressing, finite, wide
+from meshwright.engine.sharding.compression.residual import CompressingReducer, finite, wide
 from meshwright.engine.sharding.reducers import PendingReduction
 from meshwright.plugins import load_object
 from meshwright.spec.layout.params import ParamRecord, stream_seed
 
-AT_ONCE = 1 << 22  # the most elements that are compressed at once, unless a single slice has more
+CHUNK_ELEMENTS = 1 << 22  # the most elements that are compressed at once, unless a single slice has more
 
 
 class Codec(Protocol):
@@ -42,7 +42,7 @@ def codec_of(config: ReduceConfig | GatherConfig) -> Codec:
     return codec
 
 
-class ExchangeReducer(Compressing):
+class ExchangeReducer(CompressingReducer):
     """Sums compressed slices, element by element."""
 
     def __init__(self, config: ReduceConfig, seed: int, keeps_sums: bool = True) -> None:
@@ -52,7 +52,8 @@ class ExchangeReducer(Compressing):
         the residual to that of its local gradients.
         """
         super().__init__(config, seed)
-        self.codec, self._keeps_sums = codec_of(config), keeps_sums
+        self.codec = codec_of(config)
+        self._keeps_sums = keeps_sums
         self._asked: Counter[Bucket] = Counter()
         self._gaps: dict[Bucket, list[tuple[int, int]]] = {}
 
@@ -74,29 +75,31 @@ class ExchangeReducer(Compressing):
             return group.all_reduce(grads, wait=False)
         # With ZeRO, `reduce_scatter` has already added the residual and summed over the shards of the bucket.
         if bucket.stage:
-            exchange = Exchange(self, bucket, bucket.share[0], grads.to(wide(grads.dtype)), group, anew=False)
+            exchange = SliceExchange(self, bucket, bucket.share[0], grads.to(wide(grads.dtype)), group, replaces=False)
         else:
-            # `anew`: the old residual is part of the sum now, so the new one replaces it.
-            exchange = Exchange(self, bucket, bucket.start, self.with_residual(bucket, grads), group, anew=True)
-        return Gathering(exchange, grads)
+            # The old residual is already part of the sum, so the new one takes its place.
+            exchange = SliceExchange(
+                self, bucket, bucket.start, self.with_residual(bucket, grads), group, replaces=True
+            )
+        return GatheredSum(exchange, grads)
 
     def reduce_scatter(self, bucket: Bucket, out: Tensor, grads: Tensor, group: Group) -> PendingReduction:
         if self.is_plain(bucket, group):
             return group.reduce_scatter(out, grads, wait=False)
-        exchange = Exchange(self, bucket, bucket.start, self.with_residual(bucket, grads), group, anew=True)
-        return Scattering(exchange, out)
+        exchange = SliceExchange(self, bucket, bucket.start, self.with_residual(bucket, grads), group, replaces=True)
+        return ScatteredSum(exchange, out)
 
     def encoded_sum(self, bucket: Bucket, start: int, x: Tensor) -> Tensor:
         """Return the message of a sum [1, elements] that this rank has computed, and store the residual."""
         if (residual := self.sum_residuals.get(bucket)) is None:
-            return self.encoded(bucket, start, x, anew=False)
+            return self.encode_slices(bucket, start, x, replaces=False)
         x.add_(residual, alpha=self.scale)
         message = self.codec.encode(x, None)
-        left_out = x - self._decoded(bucket, start, message, x.shape[1], x.dtype)
+        left_out = x - self._decode_slice(bucket, start, message, x.shape[1], x.dtype)
         residual.copy_(finite(left_out).div_(self.scale))
         return message
 
-    def encoded(self, bucket: Bucket, start: int, x: Tensor, anew: bool) -> Tensor:
+    def encode_slices(self, bucket: Bucket, start: int, x: Tensor, replaces: bool) -> Tensor:
         """Return the messages of `x` [slices, elements], which begins at `start` of the buffer. Store the residual."""
         numbers, messages = self._random(bucket, x), []
         for first, rows in few_at_once(x):
@@ -106,14 +109,16 @@ class ExchangeReducer(Compressing):
             # Freed before decoding, which needs memory too.
             del noise
             if self.residuals:
-                self.keep(bucket, at, rows - self._decoded(bucket, at, messages[-1], x.shape[1], x.dtype), anew)
+                self.keep(
+                    bucket, at, rows - self._decode_slice(bucket, at, messages[-1], x.shape[1], x.dtype), replaces
+                )
         return torch.cat(messages)
 
     def decode_to(self, out: Tensor, bucket: Bucket, start: int, message: Tensor, dtype: torch.dtype) -> None:
         """Decode messages into `out` [slices, elements], which begins at `start` of the buffer."""
         for first, rows in few_at_once(out):
             part = message[first : first + rows.shape[0]]
-            rows.copy_(self._decoded(bucket, start + first * out.shape[1], part, out.shape[1], dtype))
+            rows.copy_(self._decode_slice(bucket, start + first * out.shape[1], part, out.shape[1], dtype))
 
     def sum_of(self, bucket: Bucket, start: int, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         """Return the sum of the messages of one slice from all ranks."""
@@ -122,7 +127,7 @@ class ExchangeReducer(Compressing):
             total += self.codec.decode(message[first : first + rows.shape[0]], elements, dtype).sum(0)
         return self.without_gaps(bucket, start, total)
 
-    def _decoded(self, bucket: Bucket, start: int, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+    def _decode_slice(self, bucket: Bucket, start: int, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         return self.without_gaps(bucket, start, self.codec.decode(message, elements, dtype))
 
     def without_gaps(self, bucket: Bucket, start: int, x: Tensor) -> Tensor:
@@ -149,19 +154,21 @@ class ExchangeReducer(Compressing):
         return numbers
 
 
-class Exchange:
+class SliceExchange:
     """The first half of a sum: each rank receives its slice from all ranks.
 
     `start` is the offset of `x` in the buffer. The exchange owns `x` and may overwrite it.
     """
 
     def __init__(
-        self, reducer: ExchangeReducer, bucket: Bucket, start: int, x: Tensor, group: Group, anew: bool
+        self, reducer: ExchangeReducer, bucket: Bucket, start: int, x: Tensor, group: Group, replaces: bool
     ) -> None:
         self.reducer, self.bucket, self.group = reducer, bucket, group
-        self.elements, self.dtype = x.numel() // group.size, x.dtype
-        self.start, self.own = start, start + group.index * self.elements
-        self._sent = reducer.encoded(bucket, start, x.view(group.size, -1), anew)
+        self.elements = x.numel() // group.size
+        self.dtype = x.dtype
+        self.start = start
+        self.own = start + group.index * self.elements
+        self._sent = reducer.encode_slices(bucket, start, x.view(group.size, -1), replaces)
         self._received = torch.empty_like(self._sent)
         self._pending: Pending = group.all_to_all(self._received, self._sent, wait=False)
 
@@ -171,25 +178,25 @@ class Exchange:
         return self.reducer.sum_of(self.bucket, self.own, self._received, self.elements, self.dtype)
 
 
-class Scattering:
+class ScatteredSum:
     """A sum of which each rank gets its shard."""
 
-    def __init__(self, exchange: Exchange, out: Tensor) -> None:
+    def __init__(self, exchange: SliceExchange, out: Tensor) -> None:
         self._exchange, self._out = exchange, out
 
     def wait(self) -> None:
         self._out.copy_(self._exchange.sum())
 
 
-class Gathering:
+class GatheredSum:
     """A sum that every rank gets: the summed slices are compressed again and all-gathered.
 
     All ranks decode the same messages, so that their sums are equal bit for bit.
     """
 
-    def __init__(self, exchange: Exchange, out: Tensor) -> None:
+    def __init__(self, exchange: SliceExchange, out: Tensor) -> None:
         self._exchange, self._out = exchange, out
-        exchange.reducer.begun(self)
+        exchange.reducer.register(self)
 
     def proceed(self) -> None:
         ours = self._exchange
@@ -209,7 +216,7 @@ def few_at_once(x: Tensor) -> Iterator[tuple[int, Tensor]]:
 
     Compressing needs several times the memory of its input, so the whole of `x` is never compressed at once.
     """
-    rows = max(1, AT_ONCE // x.shape[1])
+    rows = max(1, CHUNK_ELEMENTS // x.shape[1])
     for first in range(0, x.shape[0], rows):
         yield first, x[first : first + rows]
 

@@ -21,7 +21,7 @@ from meshwright.comm.group import Group
 from meshwright.config.comm import ReduceConfig
 from meshwright.device import generator
 from meshwright.engine.sharding.buffers import Bucket, FlatBuffer, Slot
-from meshwright.engine.sharding.compression.residual import Compressing, wide
+from meshwright.engine.sharding.compression.residual import CompressingReducer, wide
 from meshwright.engine.sharding.compression.sizes import Matrices, matrices_of
 from meshwright.engine.sharding.reducers import PendingReduction
 from meshwright.spec.layout.params import Box, ParamRecord, stream_seed
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 
-class LowRankReducer(Compressing):
+class LowRankReducer(CompressingReducer):
     """Sums matrices as products of two factors. Shards are not matrices, so their replicas are summed uncompressed."""
 
     def __init__(self, config: ReduceConfig, seed: int) -> None:
@@ -43,7 +43,8 @@ class LowRankReducer(Compressing):
         super().prepare(buffers)
         for slot in (slot for buffer in self.buffers for slot in buffer.slots):
             if (form := self.form(slot)).rank:
-                shape, like = (form.count, form.kept, form.rank), slot.grad
+                shape = (form.count, form.kept, form.rank)
+                like = slot.grad
                 self.factors[id(slot)] = torch.empty(shape, dtype=wide(like.dtype), device=like.device)
                 self.draw(slot)
 
@@ -101,11 +102,12 @@ class LowRankSum:
         self._parts = [self._first(slot) for slot in bucket.slots]
         self._sum = torch.cat([part.reshape(-1) for part in self._parts])
         self._pending = group.all_reduce(self._sum, wait=False)
-        reducer.begun(self)
+        reducer.register(self)
 
     def _matrix(self, slot: Slot) -> Tensor:
         """Return a parameter of the bucket as matrices, transposed if the saved factor belongs to their rows."""
-        form, at = self._reducer.form(slot), slot.start - self._bucket.start
+        form = self._reducer.form(slot)
+        at = slot.start - self._bucket.start
         matrices = self._x[at : at + form.numel].view(form.count, form.rows, form.columns)
         return matrices.mT if form.transposed else matrices
 
@@ -131,7 +133,7 @@ class LowRankSum:
                 matrix.zero_()
             else:
                 matrix.sub_(base @ factor.mT)
-        reducer.keep(bucket, bucket.start, self._x, anew=True)
+        reducer.keep(bucket, bucket.start, self._x, replaces=True)
 
     def _of(self, values: Sequence[Value]) -> Iterator[tuple[Slot, Value]]:
         return zip(self._bucket.slots, values, strict=True)
@@ -155,7 +157,8 @@ class LowRankSum:
 
 def factor_record(record: ParamRecord, form: Matrices) -> ParamRecord:
     """Return the record of a parameter's saved factor, which is sharded like the parameter along the saved side."""
-    side, rank = -2 if form.transposed else -1, form.rank
+    side = -2 if form.transposed else -1
+    rank = form.rank
 
     def cut(place: tuple[int, ...], last: int) -> tuple[int, ...]:
         return (*place[:-2], place[side], last)

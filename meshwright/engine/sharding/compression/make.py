@@ -13,7 +13,7 @@ from meshwright.engine.sharding.reducers import PLAIN_REDUCER, Reducer, ReducerP
 from meshwright.plugins import load_object
 
 
-class Request(NamedTuple):
+class ReducerRequest(NamedTuple):
     """All settings of a sum. `seed` keys random numbers. For `keeps_sums` see `ExchangeReducer`."""
 
     reduce: ReduceConfig
@@ -59,30 +59,30 @@ class Request(NamedTuple):
         return made
 
 
-def adaptive(asked: Request) -> Reducer:
+def adaptive(asked: ReducerRequest) -> Reducer:
     from meshwright.engine.sharding.compression.adaptive import AdaptiveReducer
 
     return AdaptiveReducer(asked.reduce, asked.seed)
 
 
-def low_rank(asked: Request) -> Reducer:
+def low_rank(asked: ReducerRequest) -> Reducer:
     from meshwright.engine.sharding.compression.low_rank import LowRankReducer
 
     return LowRankReducer(asked.reduce, asked.seed)
 
 
-def exchange(asked: Request) -> Reducer:
+def exchange(asked: ReducerRequest) -> Reducer:
     from meshwright.engine.sharding.compression.exchange import ExchangeReducer
 
     return ExchangeReducer(asked.reduce, asked.seed, asked.keeps_sums)
 
 
-def gradient_sums(config: Config, node_size: int) -> Request:
+def gradient_sums(config: Config, node_size: int) -> ReducerRequest:
     """Return the settings with which data-parallel ranks sum gradients. `node_size`: ranks per node."""
     train = config.train
-    return Request(config.comm.reduce, train.seed, True, config.comm, train.server, node_size)
+    return ReducerRequest(config.comm.reduce, train.seed, True, config.comm, train.server, node_size)
 
 
-def replica_sums(local: LocalConfig, seed: int) -> Request:
+def replica_sums(local: LocalConfig, seed: int) -> ReducerRequest:
     """Return the settings with which replicas sum their changes."""
-    return Request(local.compress, seed, keeps_sums=False)
+    return ReducerRequest(local.compress, seed, keeps_sums=False)

@@ -9,7 +9,7 @@ from meshwright.engine.sharding.buffers import Bucket
 from meshwright.engine.sharding.reducers import PendingReduction, Reducer
 
 
-class Nobody:
+class SoloGroup:
     """A stand-in for a group in which all other ranks instantly send the same data as this one.
 
     A sum over it only takes the time for compressing and decompressing messages.
@@ -36,12 +36,12 @@ class Nobody:
         return DONE
 
 
-def summed(
+def begin_sum(
     reducer: Reducer, bucket: Bucket, grads: Tensor, shards: Group, replicas: Group, links: bool
 ) -> PendingReduction:
     """Begin the sum of gradients that a bucket's ZeRO stage requests from a reducer; without `links`, do not send."""
     group = shards if bucket.stage else replicas
-    used: Group = group if links else Nobody(group)  # type: ignore[assignment]
+    used: Group = group if links else SoloGroup(group)  # type: ignore[assignment]
     if bucket.stage:
         return reducer.reduce_scatter(bucket, grads.new_empty(bucket.own_grads.numel()), grads, used)
     return reducer.all_reduce(bucket, grads, used)

@@ -34,7 +34,7 @@ class UpperHalves:
         del config  # It has no settings.
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        return narrowed(x.float(), torch.bfloat16, 16, noise).view(torch.uint8)
+        return round_to(x.float(), torch.bfloat16, 16, noise).view(torch.uint8)
 
     def decode(self, message: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         return aligned(message).view(torch.bfloat16).to(dtype)
@@ -80,7 +80,7 @@ class Float8(Scaled):
     def codes(self, x: Tensor, noise: Tensor | None) -> Tensor:
         # Of a float32's 23 bits of mantissa, 20 are dropped.
         x = x.clamp(-self.largest, self.largest).float()
-        return narrowed(x, torch.float8_e4m3fn, 20, noise).view(torch.uint8)
+        return round_to(x, torch.float8_e4m3fn, 20, noise).view(torch.uint8)
 
     def numbers(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         return aligned(codes).view(torch.float8_e4m3fn).to(dtype)
@@ -108,7 +108,7 @@ class Int4(Int8):
         return unpack_halves(codes).to(dtype)
 
 
-class Signs:
+class SignCodec:
     """The codec of signs: the sign of each element, and the mean absolute value of each block as its scale.
 
     The mean is the scale with the least squared error. A zero is decoded as plus or minus the mean, so the padding
@@ -121,8 +121,10 @@ class Signs:
         self.block = config.block
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        sums, elements = blocks(x.abs(), self.block).sum(-1), x.shape[1]
-        block, count = min(self.block, elements), sums.shape[1]
+        sums = blocks(x.abs(), self.block).sum(-1)
+        elements = x.shape[1]
+        block = min(self.block, elements)
+        count = sums.shape[1]
         sizes = torch.full((count,), block, dtype=x.dtype, device=x.device)
         # The last block may be shorter.
         sizes[-1:].fill_(elements - (count - 1) * block)
@@ -160,7 +162,7 @@ def aligned(part: Tensor) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format)
 
 
-def narrowed(x: Tensor, dtype: torch.dtype, dropped: int, noise: Tensor | None) -> Tensor:
+def round_to(x: Tensor, dtype: torch.dtype, dropped: int, noise: Tensor | None) -> Tensor:
     """Return float32 numbers in a narrower format, rounded to nearest or, with `noise`, stochastically.
 
     For the latter, a random number is added to the bits that are then cut off. So a mantissa is rounded up with a

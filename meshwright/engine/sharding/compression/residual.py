@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 # The number of sums whose second half is delayed, so that their first half can finish during backward.
-BEHIND = 2
+DELAYED_SUMS = 2
 
 
-class TwoHalves(Protocol):
+class TwoPhaseSum(Protocol):
     """A sum of two collectives, the second of which needs the result of the first."""
 
     def proceed(self) -> None:
         """Wait for the first collective and begin the second."""
 
 
-class Compressing(CompressionPlan):
+class CompressingReducer(CompressionPlan):
     """The base class of reducers that compress.
 
     It holds the residuals, with one number for each element of a bucket on each rank. It decides when sums are
@@ -46,13 +46,14 @@ class Compressing(CompressionPlan):
         self.buffers: list[FlatBuffer] = []
         self.residuals: dict[Bucket, Tensor] = {}
         self.sum_residuals: dict[Bucket, Tensor] = {}  # of the sums that this rank computes for all ranks
-        self._halfway: list[TwoHalves] = []
+        self._halfway: list[TwoPhaseSum] = []
 
     def prepare(self, buffers: Sequence[FlatBuffer]) -> None:
         self.buffers = [buffer for buffer in buffers if buffer.key.compressed and buffer.split.ranks > 1]
         for bucket in (bucket for buffer in self.buffers for bucket in buffer.buckets):
             if self.config.feeds_back:
-                shape, like = bucket.stop - bucket.start, bucket.own_grads
+                shape = bucket.stop - bucket.start
+                like = bucket.own_grads
                 self.residuals[bucket] = torch.zeros(shape, dtype=wide(like.dtype), device=like.device)
 
     def begin_step(self, step: int, scale: float) -> None:
@@ -68,8 +69,8 @@ class Compressing(CompressionPlan):
         residual = self.residuals.get(bucket)
         return x if residual is None else x.add_(residual, alpha=self.scale)
 
-    def keep(self, bucket: Bucket, start: int, left_out: Tensor, anew: bool) -> None:
-        """Add the error of a range of the buffer to the residual, or with `anew` replace the residual.
+    def keep(self, bucket: Bucket, start: int, left_out: Tensor, replaces: bool) -> None:
+        """Add the error of a range of the buffer to the residual, or, with `replaces`, replace the residual.
 
         Numbers that are not finite are stored as zero, because such a step is skipped.
         """
@@ -78,15 +79,15 @@ class Compressing(CompressionPlan):
         stored = residual[start - bucket.start :][: left_out.numel()]
         left_out = finite(left_out)
         # Residuals are stored without the loss scale, which may change between steps.
-        if anew:
+        if replaces:
             stored.copy_(left_out.div_(self.scale))
         else:
             stored.add_(left_out, alpha=1 / self.scale)
 
-    def begun(self, begun: TwoHalves) -> None:
+    def register(self, begun: TwoPhaseSum) -> None:
         """Register a sum whose first half has begun. Second halves begin in the same order on every rank."""
         self._halfway.append(begun)
-        self.proceed(BEHIND)
+        self.proceed(DELAYED_SUMS)
 
     def proceed(self, behind: int = 0) -> None:
         """Begin the second halves of all sums except the last `behind`."""

@@ -21,7 +21,7 @@ from meshwright.spec.traffic.ledger import OPERATIONS
 BITS = {"fp8": 8, "int8": 8, "int4": 4, "onebit": 1}
 SCALE_BYTES, INDEX_BYTES = 4, 4
 RATIOS = (0.1, 0.05, 0.02)  # the top-k ratios that an adaptive run tries in addition to the configured minimum
-FEW = 256  # the number of positions that one byte can address
+BYTE_POSITIONS = 256  # the number of positions that one byte can address
 WIDE_BYTES = 4  # Numbers are summed and stored in float32 or wider.
 
 
@@ -58,7 +58,7 @@ def scaled_bytes(config: ReduceConfig | GatherConfig, elements: int, element_byt
 
 def place_bytes(config: ReduceConfig) -> int:
     """Return the bytes of an element's position in its block."""
-    return 1 if config.block <= FEW else 2
+    return 1 if config.block <= BYTE_POSITIONS else 2
 
 
 def topk_bytes(config: ReduceConfig, elements: int, element_bytes: int) -> int:
@@ -158,7 +158,8 @@ class CompressionPlan(CollectiveSums):
 def _low_rank_calls(
     rank: int, op: str, elements: int, element_bytes: int, records: Sequence[ParamRecord]
 ) -> Iterator[tuple[str, int]]:
-    forms, wide = [matrices_of(record, rank) for record in records], max(WIDE_BYTES, element_bytes)
+    forms = [matrices_of(record, rank) for record in records]
+    wide = max(WIDE_BYTES, element_bytes)
     if not any(form.rank for form in forms):
         yield op, elements * element_bytes
         return

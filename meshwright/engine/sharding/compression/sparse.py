@@ -18,7 +18,7 @@ NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # the dtypes of posi
 SAMPLE = 4096  # the number of elements from which the threshold of a slice is estimated
 
 
-class Sparse:
+class TopKCodec:
     """A codec of some elements: their positions and their values."""
 
     fills_gaps = False
@@ -54,7 +54,7 @@ class Sparse:
         return numbers.scatter_add_(2, places, values).view(message.shape[0], -1)[:, :elements].contiguous()
 
 
-class TopK(Sparse):
+class TopK(TopKCodec):
     def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
         divided = blocks(x, self.config.block)
         places = divided.abs().topk(blocks_of(self.config, x.shape[1]).sent, dim=2, sorted=False).indices
@@ -68,7 +68,7 @@ class TopK(Sparse):
         return place_bytes(self.config)
 
 
-class Threshold(Sparse):
+class Threshold(TopKCodec):
     def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return above_threshold(x, chosen_elements(self.config, x.shape[1]))
 

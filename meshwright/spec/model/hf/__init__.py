@@ -17,7 +17,7 @@ FAMILIES = {model_type: family_from(model_type, entry) for model_type, entry in 
 MIXTURES = {name for name, family in FAMILIES.items() if "experts.count" in family.needs}
 
 
-def family_named(name: Any) -> Family:
+def family_of_name(name: Any) -> Family:
     if not isinstance(name, str) or name not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise UserError(
@@ -30,7 +30,7 @@ def family_named(name: Any) -> Family:
 def family_for(model: ModelConfig, preferred: str = "") -> Family:
     """Return the family for exporting a model: the preferred one, which must fit, or the first one that fits."""
     if preferred:
-        family = family_named(preferred)
+        family = family_of_name(preferred)
         misfits = family.misfits(model)
         if misfits:
             raise UserError(f"a {preferred} can't have {_words(misfits)}: choose another family, or none")

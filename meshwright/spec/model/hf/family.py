@@ -2,9 +2,9 @@
 
 "Ours" are keys of Meshwright's model section and its tensors; "theirs" are keys of config.json and tensors of Hugging
 Face files. A family maps our keys to theirs, lists the values of our other keys that it can express, and maps the names
-of our tensors to theirs. Rows of our tensors are rows of theirs, in runs. `Mapped` (rows.py) lists the runs, so that
-import and export can copy any part of a tensor without holding the whole tensor. Keys of a section within the model
-section are written with a dot: `experts.count`.
+of our tensors to theirs. Rows of our tensors are rows of theirs, in runs. `TensorMapping` (rows.py) lists the runs, so
+that import and export can copy any part of a tensor without holding the whole tensor. Keys of a section within the
+model section are written with a dot: `experts.count`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from meshwright.config.load import config_from, flat, nested
+from meshwright.config.load import config_from, flat, nest
 from meshwright.config.sections import TRAINING_KEYS, ModelConfig
 from meshwright.errors import UserError
 from meshwright.spec.layout.params import ParamRecord
 from meshwright.spec.model.description import describe
 from meshwright.spec.model.hf.rotary import PART, read_length, read_rotary, write_rotary
-from meshwright.spec.model.hf.rows import Mapped, SourceRows, by_head, heads_in_pairs, in_order, in_pairs
+from meshwright.spec.model.hf.rows import SourceRows, TensorMapping, by_head, heads_in_pairs, in_order, in_pairs
 from meshwright.spec.model.hf.window import TYPES, read_window, write_window
-from meshwright.spec.model.part import ALONE
+from meshwright.spec.model.part import SINGLE_RANK
 
 HFConfig = dict[str, Any]
 
@@ -72,7 +72,7 @@ class Family:
 
     def model_of(self, config: HFConfig, seq: int = 0) -> ModelConfig:
         """Return the model section of a config.json. `seq`, if not 0, replaces its context length."""
-        config = self._completed(config)
+        config = self._with_defaults(config)
         self._check(config)
         values = {key: allowed[0] for key, allowed in self.allows.items() if len(allowed) == 1}
         values |= {ours: config[name] for ours, names in self.keys.items() for name in names if name in config}
@@ -94,13 +94,13 @@ class Family:
             if values["position"] == "learned" and seq != values["seq"]:
                 raise UserError(f"--seq {seq} can't change a table of {values['seq']} learned positions: leave it out")
             values["seq"] = seq
-        model = model_section(nested(values))
+        model = model_section(nest(values))
         if misfits := self.misfits(model):
             words = " and ".join(f"model.{each}" for each in misfits)
             raise UserError(f"config.json asks for {words}, which no {self.model_type} has here: import another model")
         return model
 
-    def _completed(self, config: HFConfig) -> HFConfig:
+    def _with_defaults(self, config: HFConfig) -> HFConfig:
         """Return a config.json with aliases replaced, defaults for missing keys, and without nulls."""
         given = {
             self.aliases.get(key, key): value
@@ -201,13 +201,15 @@ class Family:
         name = (*fitting, self.architecture)[0]
         return {"architectures": [name], "model_type": self.model_type, "use_cache": True, **written}
 
-    def tensors(self, model: ModelConfig) -> dict[str, Mapped]:
+    def tensors(self, model: ModelConfig) -> dict[str, TensorMapping]:
         """Return every global tensor of a model, by our name."""
-        return {record.name: self.mapped(model, record) for record in describe(model).records(ALONE).values()}
+        return {record.name: self.map_tensor(model, record) for record in describe(model).records(SINGLE_RANK).values()}
 
-    def mapped(self, model: ModelConfig, record: ParamRecord) -> Mapped:
+    def map_tensor(self, model: ModelConfig, record: ParamRecord) -> TensorMapping:
         """Return the position of the rows of one of our tensors in their tensors."""
-        numbers, full, shape = re.findall(INDEX, record.name), re.sub(INDEX, "#", record.name), record.shape
+        numbers = re.findall(INDEX, record.name)
+        full = re.sub(INDEX, "#", record.name)
+        shape = record.shape
         ours, _, kind = full.rpartition(".")
         # An exact name with its last word takes precedence over a module's name.
         theirs = self.names[full] if full in self.names else [f"{name}.{kind}" for name in self.names[ours]]
@@ -217,7 +219,7 @@ class Family:
             sources = [name.replace("#", "{}").format(*numbers, expert) for name in theirs]
             runs += self._runs(model, ours, sources, shape[1] if stacked else shape[0], expert)
         transposed = ours in self.transposed and len(shape) == 2
-        return Mapped(shape, tuple(runs), transposed, stacked, record.wide)
+        return TensorMapping(shape, tuple(runs), transposed, stacked, record.wide)
 
     def stacked_parameter(self, ours: str) -> str:
         """Return the name of the parameter in transformers' model that holds one of our tensors of all experts, or an
@@ -245,8 +247,10 @@ class Family:
         prediction."""
         if not self.extra_layers:
             return False
-        config, match = self._completed(config), re.match(r"(?:model\.)?layers\.(\d+)\.", name)
-        first, count = config[self.keys["layers"][0]], config.get(self.extra_layers)
+        config = self._with_defaults(config)
+        match = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+        first = config[self.keys["layers"][0]]
+        count = config.get(self.extra_layers)
         return match is not None and isinstance(count, int) and 0 <= int(match.group(1)) - first < count
 
 
@@ -293,9 +297,9 @@ def model_section(values: Mapping[str, Any]) -> ModelConfig:
 
 def same_function(a: ModelConfig, b: ModelConfig) -> bool:
     """Return whether two model sections compute the same function."""
-    return computed(a) == computed(b)
+    return function_keys(a) == function_keys(b)
 
 
-def computed(model: ModelConfig) -> dict[str, Any]:
+def function_keys(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of a model section that determine the function that it computes."""
     return {key: value for key, value in flat(asdict(model)).items() if key not in TRAINING_KEYS}

@@ -15,7 +15,7 @@ from meshwright.errors import UserError
 
 # The names in config.json of our keys of rotary scaling, where they differ, and the keys that config.json must have.
 ORIGINAL = "original_max_position_embeddings"
-THEIRS = {"low": "low_freq_factor", "high": "high_freq_factor", "original": ORIGINAL}
+HF_KEYS = {"low": "low_freq_factor", "high": "high_freq_factor", "original": ORIGINAL}
 REQUIRED = ("factor", "low", "high", "original")
 LONGEST = "max_position_embeddings"
 UNSCALED = RopeScalingConfig()
@@ -50,7 +50,8 @@ def read_rotary(config: Mapping[str, Any], theta: str, fraction: str | None) -> 
     settings of config.json. If `fraction` is None, this family rotates whole heads.
     """
     given = _settings(config)
-    base, part = read_number(given, "rope_theta"), read_number(given, PART)
+    base = read_number(given, "rope_theta")
+    part = read_number(given, PART)
     base = read_number(config, theta) if base is None else base
     part = read_number(config, fraction or PART) if part is None else part
     if fraction is None and part not in (None, 1.0):
@@ -77,7 +78,7 @@ def _read_scaling(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
         )
     values: dict[str, Any] = {}
     for key in ROPE_KEYS[ours]:
-        name = THEIRS.get(key, key)
+        name = HF_KEYS.get(key, key)
         if key == "original":
             values[key] = read_length(*((config, LONGEST) if ours == "dynamic" else (given, name)))
         elif key == "truncate":
@@ -116,5 +117,5 @@ def write_rotary(model: ModelConfig) -> dict[str, Any]:
     changed = {key: getattr(ours, key) for key in ROPE_KEYS[ours.kind]}
     changed = {key: value for key, value in changed.items() if key in REQUIRED or value != getattr(UNSCALED, key)}
     longest = {LONGEST: changed.pop("original")} if ours.raises_theta else {}
-    scaling = {"rope_type": ours.kind, **{THEIRS.get(key, key): value for key, value in changed.items()}}
+    scaling = {"rope_type": ours.kind, **{HF_KEYS.get(key, key): value for key, value in changed.items()}}
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling, **longest}

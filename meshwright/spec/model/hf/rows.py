@@ -47,7 +47,7 @@ class SourceRows:
 
 
 @dataclass(frozen=True)
-class Mapped:
+class TensorMapping:
     """One of our global tensors as runs of rows of their tensors.
 
     With `transposed`, its rows are columns of theirs. With `stacked`, it holds one matrix per expert, and rows are

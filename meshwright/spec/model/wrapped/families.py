@@ -20,7 +20,7 @@ REFUSED: dict[str, dict[str, str]] = _TABLE["refused"] or {}  # by family and ax
 ADDED: dict[str, dict[str, Any]] = _TABLE["added"] or {}  # by family: the styles that its plan lacks, and the reason
 
 
-def mended(family: str, plan: dict[str, str]) -> dict[str, str]:
+def with_added_styles(family: str, plan: dict[str, str]) -> dict[str, str]:
     """Return a family's plan with the styles added that its gradients need."""
     return {name: style for name, style in (plan | ADDED.get(family, {}).get("plan", {})).items() if style}
 

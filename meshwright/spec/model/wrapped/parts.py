@@ -18,20 +18,20 @@ from meshwright.spec.model.part import (
     BlockUnit,
     Collective,
     Coordinate,
-    Kept,
     Kernels,
     MicroBatch,
     Part,
     Product,
     Records,
+    SavedTensor,
     Unit,
     Work,
     hash_once,
 )
 
 Cut = Literal["", "out", "in", "rows", "columns"]
-Before = Literal["", "copy", "slice", "ids", "experts", "share"]
-After = Literal["", "sum", "gather", "rotary"]
+InputStep = Literal["", "copy", "slice", "ids", "experts", "share"]
+OutputStep = Literal["", "sum", "gather", "rotary"]
 
 
 class Style(NamedTuple):
@@ -48,8 +48,8 @@ class Style(NamedTuple):
     """
 
     cut: Cut = ""
-    before: Before = ""
-    after: After = ""
+    before: InputStep = ""
+    after: OutputStep = ""
     pieces: int = 1
     partial: bool = False
 
@@ -107,12 +107,12 @@ class PlannedParameter(NamedTuple):
             return TABLE_DIMS[cut]
         # Inputs are the last dim of a matrix. A bias has no inputs, so every rank holds all of it.
         if cut == "in":
-            return None if self.name.rpartition(".")[2] == "bias" or (self.packed and not last) else last
+            return None if self.name.rpartition(".")[2] == "bias" or (self.is_packed and not last) else last
         # Outputs are the second last dim of a matrix or of a stack of experts, and the only dim of a bias.
         return max(0, last - 1) if cut == "out" else None
 
     @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         return STYLES[self.style].pieces > 1
 
     def record(self, at: Coordinate, name: str) -> ParamRecord:
@@ -183,14 +183,14 @@ class PlannedPart(Part):
         for phase, op, width in self.calls:
             yield Collective(phase, "tp", op, batch.tokens(at) * width * batch.element)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[Kept]:
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Iterator[SavedTensor]:
         """Yield the measured activations and, for a head, its log-probabilities."""
         tokens = batch.tokens(at)
         elements = self.kept_whole + self.kept_cut / (at.size("tp") if self.calls else 1)
-        yield Kept("activations", tokens * elements * batch.element)
-        yield Kept("log-probabilities", tokens * self.logits * batch.wide)
+        yield SavedTensor("activations", tokens * elements * batch.element)
+        yield SavedTensor("log-probabilities", tokens * self.logits * batch.wide)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
         """Return the bytes of the logits and of their gradient, in accumulation precision."""
         return 2.0 * batch.tokens(at) * self.logits * batch.wide
 
@@ -214,14 +214,14 @@ class PlannedBlock(BlockUnit):
     def work(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> Work:
         return Unit.work(self, at, batch, kernels)
 
-    def kept(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[Kept, ...]:
-        return Unit.kept(self, at, batch, kernels)
+    def saved(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> tuple[SavedTensor, ...]:
+        return Unit.saved(self, at, batch, kernels)
 
-    def working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        return Unit.working(self, at, batch, kernels) + 3.0 * batch.tokens(at) * self.hidden * batch.element
+    def workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        return Unit.workspace(self, at, batch, kernels) + 3.0 * batch.tokens(at) * self.hidden * batch.element
 
-    def split_working(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
-        return Unit.split_working(self, at, batch, kernels)
+    def split_workspace(self, at: Coordinate, batch: MicroBatch, kernels: Kernels) -> float:
+        return Unit.split_workspace(self, at, batch, kernels)
 
 
 @dataclass(frozen=True)
