@@ -186,6 +186,8 @@ def test_only_the_device_files_name_devices() -> None:
 # and never raise it: instead of comparing the name of a kind in several files, give the kind an attribute that answers
 # the question.
 STRING_COMPARISONS = 250
+# Their strings are those of other programs: published tables, pickles and configs.
+READ_OTHERS = {"plan/published.py", "interop/torch_files.py", "interop/configs.py"}
 
 
 def compared_strings(module: ast.Module) -> Iterator[ast.AST]:
@@ -211,7 +213,7 @@ def compared_strings(module: ast.Module) -> Iterator[ast.AST]:
 
 
 def test_kinds_are_rarely_told_apart_by_their_names() -> None:
-    outside = [path for path in FILES if not name_of(path).startswith("config/")]
+    outside = [path for path in FILES if not name_of(path).startswith("config/") and name_of(path) not in READ_OTHERS]
     found = {name_of(path): count for path in outside if (count := len(list(compared_strings(tree(path)))))}
     assert sum(found.values()) <= STRING_COMPARISONS, found
 

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from meshwright.checkpoint.tensor_file import DTYPE_CODES
 from meshwright.config.sections import ModelConfig
 from meshwright.disk import hub_hint
 from meshwright.errors import UserError
@@ -155,7 +156,8 @@ class HFFolder(NamedWeights):
         self.names: Collection[str] = self.file_of.keys()
         if self._block:
             # Weights are read in full precision, so what is made of them is not quantised.
-            config = {key: value for key, value in config.items() if key != "quantization_config"}
+            config = dict(config)
+            del config["quantization_config"]
             self.names = [name for name in self.file_of if not name.endswith(SCALES)]
         if family.decoder_layers and model.tied_embeddings and self._has_own_head(family):
             model = replace(model, tied_embeddings=False)
@@ -182,7 +184,7 @@ class HFFolder(NamedWeights):
 def fp8_block(quantised: Any) -> tuple[int, int] | None:
     """Return the rows and columns of the blocks that share a scale, for weights in DeepSeek's fp8 form; else None."""
     block = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
-    if not block or quantised.get("quant_method") != "fp8" or quantised.get("fmt", "e4m3") != "e4m3":
+    if not block or (quantised.get("quant_method"), quantised.get("fmt", "e4m3")) != ("fp8", "e4m3"):
         return None
     if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
         raise UserError(f"weight_block_size={block!r} in config.json must be two numbers above zero: correct it")
@@ -200,7 +202,8 @@ class ScaledBlocks:
     def get_shape(self) -> list[int]:
         shape = list(self.values.get_shape())
         wanted = [-(-size // block) for size, block in zip(shape, self.block, strict=True)]
-        if len(shape) != 2 or list(self.scales.get_shape()) != wanted or self.values.get_dtype() != "F8_E4M3":
+        is_fp8 = self.values.get_dtype() == DTYPE_CODES[torch.float8_e4m3fn]
+        if len(shape) != 2 or list(self.scales.get_shape()) != wanted or not is_fp8:
             found = f"a matrix of shape {shape} and type {self.values.get_dtype()} has scales of shape"
             blocks = f"which don't fit blocks of {self.block[0]} x {self.block[1]}"
             raise UserError(f"{found} {list(self.scales.get_shape())}, {blocks}: get the folder again")

@@ -26,7 +26,7 @@ from meshwright.errors import UserError, notice
 from meshwright.plan.account import experts_json, layout_of_cost, layout_words, whole_run
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import predict_cost
-from meshwright.plan.explain import against, why_best, yaml_of
+from meshwright.plan.explain import against, no_fit_error, why_best, yaml_of
 from meshwright.plan.job import Job
 from meshwright.plan.memory import device_memory, needed_gib
 from meshwright.plan.page import page, ranking_cells
@@ -40,7 +40,6 @@ from meshwright.plan.search import (
     SearchResult,
     SearchSpace,
     fixed_keys,
-    no_fit_error,
     search,
     space_of,
     usable_gib,

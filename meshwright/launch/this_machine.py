@@ -17,6 +17,7 @@ from meshwright.config.sections import Config
 from meshwright.errors import UserError, either, notice
 from meshwright.plan.account import plain_words
 from meshwright.plan.cluster import Cluster
+from meshwright.plan.explain import no_fit_error
 from meshwright.plan.job import Job, checked_job, job_of
 from meshwright.plan.measured import cluster_for
 from meshwright.plan.memory import Memory, largest
@@ -26,7 +27,6 @@ from meshwright.plan.search import (
     Candidate,
     SearchSpace,
     fixed_keys,
-    no_fit_error,
     search,
     space_of,
 )

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from meshwright.config.load import config_from, to_mapping
 from meshwright.config.rules import first_broken_rule
 from meshwright.config.yaml_text import dump_yaml
-from meshwright.errors import plural
+from meshwright.errors import UserError, plural
 from meshwright.plan.account import balance_words, layout_of_cost, layout_words
+from meshwright.plan.cluster import Cluster
 from meshwright.plan.cost import TIMED_AXES, Cost, predict_cost
 from meshwright.plan.grids import PLAIN
 from meshwright.plan.job import Job, ranks_per_node
 from meshwright.plan.memory import needed_gib
-from meshwright.plan.search import Candidate, divided_otherwise
+from meshwright.plan.search import MAX_DEVICES, Candidate, SearchResult, SearchSpace, divided_otherwise, search
 from meshwright.show.units import percent, seconds, size
 from meshwright.spec.model.experts import EXPERT_DATA_AXES
 
@@ -158,3 +160,41 @@ def yaml_of(best: Candidate) -> str:
     head = f"# {layout_words(layout_of_cost(best.cost))}\n# on {job.world} x {best.cost.cluster.device.name}: "
     head += f"{seconds(best.cost.step_s)} per step, {best.memory_gib:.1f} GiB, predicted. Add your token files.\n"
     return head + dump_yaml(raw)
+
+
+def no_fit_error(
+    base: Job, cluster: Cluster, result: SearchResult, limit: float, space: SearchSpace, fixed: Sequence[str]
+) -> UserError:
+    """Return the error for a model that fits nowhere.
+
+    The error names the rule that all layouts break, or the layout nearest to fitting, the memory that it lacks and a
+    remedy. `fixed` are the `a.b=c` words that restricted the search to `space`.
+    """
+    devices, batch = base.world, base.global_batch
+    under = f" with {', '.join(fixed)}" if fixed else ""
+    if result.nearest is None:
+        if result.refused:
+            return UserError(result.refused)
+        keys = " and ".join(word.partition("=")[0] for word in fixed)
+        return UserError(
+            f"no layout{under} divides {devices} devices, a global batch of {batch} and this model: "
+            + (f"leave {keys} open, or " if keys else "")
+            + "change --devices or --global-batch, e.g. to a power of two"
+        )
+    needed, job = result.nearest
+    config, enough = job.config, ""
+    # The part of the space that needs the least memory: the most sharding and the most recomputation.
+    least = replace(space, zero=space.zero[-1:], recompute=space.recompute[-1:])
+    for factor in (factor for factor in (2, 4, 8, 16, 32, 64) if devices * factor <= MAX_DEVICES):
+        grown = replace(base.with_keys(train={"global_batch": batch * factor}), world=devices * factor)
+        if search(grown, cluster, limit, least).candidates:
+            enough = f", or {devices * factor} of these devices with a global batch of {batch * factor}"
+            break
+    offloaded = " and offloaded" if config.recompute.offload else ""
+    others = f"; others break a rule: {result.refused}" if result.refused else ""
+    return UserError(
+        f"the model fits nowhere on {devices} x {cluster.device.name}{under}: the nearest layout "
+        f"(tp={config.layout.tp}, pp={config.layout.pp}, dp={job.layout.dp}, micro-batch {config.train.micro_batch}, "
+        f"zero {config.zero.stage}, recompute {config.recompute.mode}{offloaded}) needs {needed:.1f} GiB of "
+        f"{limit:.1f}, {needed - limit:.1f} GiB too much: use devices with more memory{enough}{others}"
+    )

@@ -145,7 +145,7 @@ TRAIN |= {
             ["layout.ep=4", "layout.etp=2", "--nproc", "4"], "tp*cp*dp/etp=1*1*4/2=2: choose ep=1 or 2"
         ),
         "etp beyond the folded ranks": (["layout.etp=4", "--nproc", "2"], "choose etp=1 or 2"),
-        "etp that does not divide an expert": (["layout.etp=8", "--nproc", "8"], "try 1, 2, 4, 5, 10 or 20"),
+        "etp that does not divide an expert": (["layout.etp=8", "--nproc", "8"], "try layout.etp=1, 2, 4, 5, 10 or 20"),
         "tp that does not divide the shared expert": (
             ["model.experts.shared=1", "model.experts.ffn=10", "layout.tp=4", "layout.etp=1", "--nproc", "4"],
             "try layout.tp=1, 2, 5 or 10",

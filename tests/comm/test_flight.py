@@ -14,6 +14,7 @@ from meshwright.comm.hang import explain
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watchdog import Watchdog
 from meshwright.device import Device
+from meshwright.device_kinds import DEVICE_KINDS, DeviceEntry
 from meshwright.spec.layout import Layout
 
 
@@ -193,6 +194,7 @@ def test_the_watchdog_s_threads_use_the_rank_s_own_device(monkeypatch: pytest.Mo
 
     # A kind of device that torch can name, but that no test machine has.
     monkeypatch.setattr(torch, "mtia", Module)
+    monkeypatch.setitem(DEVICE_KINDS, "mtia", DeviceEntry("meshwright.device:Accelerator", "gloo"))
     mesh = Mesh(Layout(world=1), 0)
     watchdog = Watchdog(mesh, 0.0, None, Device("mtia", 3))
     watchdog.world, watchdog.interval, watchdog._store = 2, 0.01, Store()  # type: ignore[assignment]

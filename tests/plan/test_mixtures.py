@@ -264,7 +264,7 @@ def test_what_is_given_stays(mixture: str, tmp_path: Path, capsys: pytest.Captur
     assert (cost["layout"], cost["step_time_s"]) == (found[0]["layout"], found[0]["step_time_s"])
     assert main([*words, "layout.pp=1", "layout.tp=1"]) == 0
     text = capsys.readouterr().out
-    assert "46.7B parameters (a token uses 12.9B)." in text and "Experts are whole; " in text
+    assert "46.7B parameters (a token uses 12.9B)" in text and "Experts are whole; " in text
     assert "Of other ways that fit, ep=" in text or "No other way fits with all else the same: ep=" in text
     assert main(["plan", mixture, *WHERE, "--global-batch", "256", "layout.ep=3"]) == 2
     assert "no layout with layout.ep=3" in capsys.readouterr().err

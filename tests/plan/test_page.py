@@ -48,7 +48,7 @@ def test_the_page_states_its_question(planned: Path) -> None:
     expected = {"model", "sequence", "global batch", "whole run", "devices", "cluster", "precision", "software"}
     assert expected | {"memory", "command"} == set(page["facts"])
     assert page["facts"]["global batch"] == "8 sequences, 8,192 tokens"
-    assert page["facts"]["command"].startswith("meshwright ") and "5.7 %" in page["error"]
+    assert page["facts"]["command"].startswith("meshwright") and "5.8 %" in page["error"]
     assert {"links", "efficiency", "price and power", "whole run"} == set(page["assumptions"])
 
 

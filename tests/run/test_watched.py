@@ -36,7 +36,7 @@ def test_a_model_is_used_under_a_watchdog(monkeypatch: pytest.MonkeyPatch, fails
         model=SimpleNamespace(kind_facts=MODEL_KINDS["gpt"]),
     )  # fmt: skip
     stand_ins: dict[str, Any] = {
-        "open_model": lambda source: (None, {}), "config_with": lambda found, sections: config,
+        "open_model": lambda *args: (None, {}), "config_with": lambda found, sections: config,
         "check": lambda *args: None, "enter": lambda *args: ("device", True),
         "build_context": lambda *args: SimpleNamespace(mesh="mesh", config=config), "build_modules": lambda *args: [],
         "load_weights": lambda *args: seen.append("load"), "leave": lambda: seen.append("leave"),

@@ -248,3 +248,9 @@ def test_the_planner_sums_over_both_kinds_of_blocks() -> None:
     job = job_of(config_of("pp-zero1"), 4)
     assert [rank_parameters(job, rank) for rank in range(2)] != [0, 0]
     assert every_second(model).records(SINGLE_RANK)["blocks.1.mixer.gate"].name == "layers.1.mixer.gate"
+
+
+@pytest.mark.parametrize(("old", "new"), [("kept", "saved"), ("working", "workspace")])
+def test_a_part_with_a_method_of_an_old_name_is_refused(old: str, new: str) -> None:
+    with pytest.raises(TypeError, match=f"Own.{old} is called {new} now: rename it"):
+        type("Own", (Part,), {old: lambda self: ()})

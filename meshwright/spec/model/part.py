@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.spec.layout.params import AdapterRecord, ParamRecord
 from meshwright.spec.model.coordinate import Coordinate as Coordinate
@@ -224,6 +224,13 @@ class Part:
     has_experts = False  # it is cut along the axes of experts
     reads: tuple[str, ...] = ()  # the streams of the model that it reads in addition to its input
     group: str = ""  # the group of ranks that hold the same parameters, if several nodes or stages do
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        # Methods of the old names would never be called, and the plan would lack the memory that they state.
+        for old, new in (("kept", "saved"), ("working", "workspace")):
+            if old in vars(cls):
+                raise TypeError(f"{cls.__name__}.{old} is called {new} now: rename it")
 
     def records(self, at: Coordinate, name: str) -> Records:
         """Return the parameters that a rank holds, by their name in the part's module. `name` is the prefix of their
