@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meshwright.engine.output import Term as Term
     from meshwright.engine.own_models import state_dicts as state_dicts
     from meshwright.errors import UserError as UserError
-    from meshwright.library.model import Model as Model
+    from meshwright.library.model import LoadedModel as LoadedModel
     from meshwright.library.model import load as load
     from meshwright.library.planning import MemoryUse as MemoryUse
     from meshwright.library.planning import Plan as Plan
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Config", "Evaluation", "Layout", "MemoryUse", "Model", "Plan", "PlannedLayout", "StageOutput", "Term", "Training",
+    "Config", "Evaluation", "Layout", "LoadedModel", "MemoryUse", "Plan", "PlannedLayout", "StageOutput",
+    "Term", "Training",
     "UserError", "evaluate", "load", "load_config", "memory", "plan", "pretrain", "state_dicts", "train", "wrap",
 ]  # fmt: skip
 
@@ -46,7 +47,7 @@ _HOMES = {
     "Evaluation": "meshwright.library.training",
     "Layout": "meshwright.spec.layout",
     "MemoryUse": "meshwright.library.planning",
-    "Model": "meshwright.library.model",
+    "LoadedModel": "meshwright.library.model",
     "Plan": "meshwright.library.planning",
     "PlannedLayout": "meshwright.library.planning",
     "StageOutput": "meshwright.engine.output",

@@ -218,7 +218,7 @@ class Device:
         module, found = self.module, {}
         if module is None:
             return {}
-        # Each of these needs a driver library that may be missing, and raises errors of its own then.
+        # Each of these needs a driver library that may be missing, and then raises that library's errors.
         with suppress(Exception):
             free, total = module.mem_get_info(self.index)
             found["device_memory"] = 1.0 - free / total

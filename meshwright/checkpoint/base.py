@@ -51,7 +51,7 @@ def with_base(config: Config, source: str | None) -> tuple[Config, str | None]:
         return (replace(config, model=replace(config.model, hf=str(source))), None) if is_folder else (config, source)
     own = [path for _, path in fmt.list_checkpoints(fmt.checkpoint_folder(config))]
     if config.compares and config.tune.reference == "start":
-        # A run that continues knows what it began with.
+        # A run that continues has recorded its first weights.
         start = _base_of(own[-1]) if own else source
         if start and _base_of(fmt.model_folder(start)):
             return replace(config, tune=replace(config.tune, base=start)), source if own else None

@@ -155,7 +155,7 @@ class HFFolder(NamedWeights):
         self.file_of = opened_weights(folder, bool(config.get("quantization_config")) and not self._block)
         self.names: Collection[str] = self.file_of.keys()
         if self._block:
-            # Weights are read in full precision, so what is made of them is not quantised.
+            # Weights are read in full precision, so their config must not call them quantised.
             config = dict(config)
             del config["quantization_config"]
             self.names = [name for name in self.file_of if not name.endswith(SCALES)]

@@ -76,10 +76,8 @@ def drawing_of(args: argparse.Namespace) -> tuple[float, float]:
         found = read_json(Path(args.source) / "generation_config.json")
     own = found if isinstance(found, dict) else {}
     drawn = (("temperature", args.temperature, TEMPERATURE), ("top_p", args.top_p, TOP_P))
-    temperature, top_p = (
-        float(given if given is not None else own[key] if isinstance(own.get(key), int | float) else usual)
-        for key, given, usual in drawn
-    )
+    named = {key: own[key] if isinstance(own.get(key), int | float) else usual for key, _, usual in drawn}
+    temperature, top_p = (float(named[key] if given is None else given) for key, given, _ in drawn)
     if args.temperature is None and own.get("do_sample") is False:
         temperature = 0.0
     return temperature, top_p

@@ -29,7 +29,7 @@ from meshwright.plan.target import (
 )
 from meshwright.show.terminal import say_next
 
-# The sections of a config that say how a job is divided, and not what it computes.
+# The sections of a config that divide a job over devices without changing its results.
 LAYOUT_SECTIONS = ("layout", "pipeline", "zero", "recompute", "context")
 
 
@@ -161,7 +161,7 @@ def print_result(args: argparse.Namespace, found: Mapping[str, Any], text: str, 
 
 
 def say_next_of(args: argparse.Namespace, *commands: str, devices: int, cluster: str, batch: int = 0) -> None:
-    """Say how to ask other planning commands about the same job. With --json, say nothing.
+    """Print how to ask other planning commands about the same job. With --json, print nothing.
 
     `plan` gets the keys that it does not choose itself, and the number of sequences of a step.
     """

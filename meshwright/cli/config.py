@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _from_peer(args: argparse.Namespace) -> None:
-    """Print the keys that another program's config sets. What they became, and what was left, goes to stderr."""
+    """Print the keys that another program's config sets. The report on each key goes to stderr."""
     found = read_peer(args.config)
     sections = found.sections
     for word in args.overrides:

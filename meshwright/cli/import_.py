@@ -76,13 +76,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _imported(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], Path]:
-    """Import the folder. Return its model section, what was taken of it and what not, and its Hugging Face twin."""
+    """Import the folder. Return its model section, a report on its contents, and its Hugging Face twin."""
     from meshwright.interop.deepspeed import is_deepspeed, read_deepspeed
     from meshwright.interop.hf import import_folder, import_weights
     from meshwright.interop.megatron import is_megatron, read_megatron
 
     folder, to, like = Path(args.folder), Path(args.to), args.like
-    kind = args.format or ("megatron" if is_megatron(folder) else "deepspeed" if is_deepspeed(folder) else "hf")
+    kinds_found = (("megatron", is_megatron(folder)), ("deepspeed", is_deepspeed(folder)), ("hf", True))
+    kind = args.format or next(name for name, is_it in kinds_found if is_it)
     for option, value, kinds in (("--like", like, ("megatron", "deepspeed")), ("--vocab", args.vocab, ("megatron",))):
         if value and kind not in kinds:
             raise UserError(f"{option} has no effect on a {kind} folder: leave it out")

@@ -151,7 +151,7 @@ def _searched(args: argparse.Namespace, cluster_name: str | None) -> tuple[_Aske
 
 @dataclass(frozen=True)
 class _Asked:
-    """What all searches of one command have in common."""
+    """The parts that all searches of one command share."""
 
     target: Target
     cluster: Cluster
@@ -177,7 +177,7 @@ class _Asked:
 
 
 def _why_not(args: argparse.Namespace, asked: _Asked, words: list[str], best: Candidate) -> dict[str, str]:
-    """Return what the user asks about, and the best layout with these keys, or the reason why there is none."""
+    """Return the user's question, and the best layout with these keys or the reason why there is none."""
     text = " ".join(words)
     free = [word for word in words if word.partition("=")[0] not in SPACE_FIELDS]
     if free:

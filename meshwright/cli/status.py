@@ -58,7 +58,7 @@ def page(found: dict[str, Any]) -> list[str]:
     left = ""
     if found["seconds_left"]:
         time = clock(found["seconds_left"])
-        # Nobody works on a run that has ended, so its remaining steps take time only if it continues.
+        # No process works on a run that has ended, so its remaining steps take time only if it continues.
         alive = found["state"]["kind"] in ("running", "silent")
         left = f", about {time} left" if alive else f", the rest would take about {time}"
     rows.append(("step", f"{found['step']:,} of {found['steps']:,} ({percent(done)}){left}"))

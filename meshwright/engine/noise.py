@@ -29,8 +29,8 @@ SMOOTHING = 0.95  # the factor of the earlier steps
 class NoiseScale:
     """Measures the gradients of small batches before they are summed. `smoothed` are |G|^2 and the variance.
 
-    It leaves out gradients that are partial sums over further axes, such as those of experts: no rank has the gradient
-    of its own samples there.
+    It leaves out gradients that are partial sums over further axes, such as those of experts: there, no rank has the
+    gradient of its samples alone.
     """
 
     def __init__(self, ctx: Context, parallel: DataParallel) -> None:

@@ -304,7 +304,8 @@ def arguments(text: str) -> dict[str, Any]:
                 break
             values.append(value)
         plain = [_plain(value) for value in values]
-        found[OFF.get(name, name)] = name not in OFF if not plain else plain if name in SEVERAL else plain[0]
+        single = (plain or [name not in OFF])[0]
+        found[OFF.get(name, name)] = plain if plain and name in SEVERAL else single
     return found
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.errors import UserError, plural
 from meshwright.interop.shards import Spread, SpreadWeights, unknown_forms
-from meshwright.interop.torch_files import StoredTensor, TorchFile, numbered, tensors_of
+from meshwright.interop.torch_files import TorchFile, TorchTensor, numbered, tensors_of
 from meshwright.outside import read_json
 from meshwright.spec.model.hf import family_of_name
 
@@ -80,7 +80,7 @@ def _description(folder: Path, source: Path, like: Path | None) -> dict[str, Any
 
 
 def _parts(folder: Path) -> tuple[dict[str, Spread], list[str]]:
-    """Return the whole tensors by name, and lines on what was taken and what not."""
+    """Return the whole tensors by name, and a report, line by line."""
     files = numbered(folder, MODEL)
     if any(tp for (_, tp), _ in files):
         raise UserError(f"{folder} has files of several model-parallel ranks: import it where they are one")
@@ -122,16 +122,16 @@ def _pairs(shared: Any) -> Iterator[tuple[str, str]]:
     yield from (shared.items() if isinstance(shared, Mapping) else (tuple(pair) for pair in shared or ()))
 
 
-def _flat(stored: Any) -> StoredTensor:
+def _flat(stored: Any) -> TorchTensor:
     """Return a rank's part of a group. In older versions it is a list of one."""
     only = stored[0] if isinstance(stored, list) and stored else stored
-    if not isinstance(only, StoredTensor) or len(only.shape) != 1:
+    if not isinstance(only, TorchTensor) or len(only.shape) != 1:
         raise UserError("the optimizer files hold their weights in a form that is not known: save them again")
     return only
 
 
 def _of_vectors(
-    shapes: list[dict[str, Any]], groups: list[list[StoredTensor]], state: Mapping[str, Any]
+    shapes: list[dict[str, Any]], groups: list[list[TorchTensor]], state: Mapping[str, Any]
 ) -> Iterator[tuple[str, Spread]]:
     """Yield the parameters of stages 1 and 2: one after another in each group's vector, which the ranks share. Some
     optimizers leave room after each."""
@@ -148,7 +148,7 @@ def _of_vectors(
             )
 
 
-def _of_parts(shapes: list[dict[str, Any]], groups: list[list[StoredTensor]]) -> Iterator[tuple[str, Spread]]:
+def _of_parts(shapes: list[dict[str, Any]], groups: list[list[TorchTensor]]) -> Iterator[tuple[str, Spread]]:
     """Yield the parameters of stage 3: each rank has an equal part of each, one after another in its vectors."""
     at = 0
     room = sum(part.shape[0] for part in groups[0])
@@ -160,7 +160,7 @@ def _of_parts(shapes: list[dict[str, Any]], groups: list[list[StoredTensor]]) ->
         at += count
 
 
-def _cuts(parts: list[StoredTensor], at: int, count: int) -> Iterator[tuple[StoredTensor, int, int]]:
+def _cuts(parts: list[TorchTensor], at: int, count: int) -> Iterator[tuple[TorchTensor, int, int]]:
     """Yield (vector, start, end) of elements [at, at + count) of vectors that follow one another."""
     for part in parts:
         low, high = max(0, at), min(part.shape[0], at + count)
@@ -169,7 +169,7 @@ def _cuts(parts: list[StoredTensor], at: int, count: int) -> Iterator[tuple[Stor
         at -= part.shape[0]
 
 
-def _span(cuts: list[tuple[StoredTensor, int, int]], at: int, shape: tuple[int, ...]) -> Spread:
+def _span(cuts: list[tuple[TorchTensor, int, int]], at: int, shape: tuple[int, ...]) -> Spread:
     """Return the tensor whose elements begin at `at` in a sequence of cuts of vectors."""
 
     def read() -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.errors import UserError, plural
 from meshwright.interop.shards import Spread, SpreadWeights, joined, unknown_forms
-from meshwright.interop.torch_files import StoredTensor, TorchFile, broken, interpret, numbered, plain, tensors_of
+from meshwright.interop.torch_files import TorchFile, TorchTensor, broken, interpret, numbered, plain, tensors_of
 from meshwright.spec.model.megatron import FAMILY, current_name, cut_of, model_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -77,7 +77,7 @@ def _newest(folder: Path) -> Path:
 
 
 def _classic(folder: Path) -> tuple[dict[str, Any], dict[str, Spread], list[str]]:
-    """Return the arguments, the whole tensors, and what was left out, of a checkpoint with a folder for each rank."""
+    """Return the arguments, the whole tensors, and the omissions, of a checkpoint with a folder for each rank."""
     stages: dict[int, list[dict[str, Any]]] = {}
     for (tp, pp, ep), path in numbered(folder, RANK):
         if ep:
@@ -135,8 +135,8 @@ def _whole(
 
 
 def _in_groups(
-    name: str, tensor: StoredTensor, args: Mapping[str, Any], version: float, tp: int
-) -> StoredTensor | Spread:
+    name: str, tensor: TorchTensor, args: Mapping[str, Any], version: float, tp: int
+) -> TorchTensor | Spread:
     """Return queries, keys and values in the order of checkpoints since version 2: by head, then by kind.
 
     In version 0 the kind came first. In version 1 it came last, after the elements of a head.
@@ -156,7 +156,7 @@ def _in_groups(
 
 
 def _distributed(folder: Path) -> tuple[dict[str, Any], dict[str, Spread], list[str]]:
-    """Return the arguments, the whole tensors, and what was left out, of a checkpoint of dist_checkpointing."""
+    """Return the arguments, the whole tensors, and the omissions, of a checkpoint of dist_checkpointing."""
     path = folder / PLACES
     try:
         data = path.read_bytes()
@@ -229,7 +229,7 @@ def _stored(folder: Path, place: Mapping[str, Any]) -> Tensor:
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / name} can't be read ({error}): copy all of its files") from None
     value = TorchFile(folder / name, data[place["offset"] : place["offset"] + place["length"]]).value
-    if not isinstance(value, StoredTensor):
+    if not isinstance(value, TorchTensor):
         raise broken(folder / name, "a block is not a tensor")
     return value.read()
 

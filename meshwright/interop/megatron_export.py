@@ -78,7 +78,8 @@ def _names(name: str, stage: int, pp: int, per: int, tied: bool) -> list[str]:
         layer = int(found.group(1)) - stage * per
         return [re.sub(LAYER, f"decoder.layers.{layer}.", name)] if 0 <= layer < per else []
     first, last = stage == 0, stage == pp - 1
-    names = [name] if (first if name.startswith("embedding.") else last) else []
+    is_held = first if name.startswith("embedding.") else last
+    names = [name] if is_held else []
     # The last stage has its own copy of a tied embedding.
     if tied and last and not first and name == "embedding.word_embeddings.weight":
         names.append("output_layer.weight")
@@ -92,7 +93,7 @@ def _padded(name: str, tensor: Tensor, rows: int) -> Tensor:
 
 
 def _part(name: str, tensor: Tensor, args: Mapping[str, Any], tp: int, rank: int) -> Tensor:
-    """Return the part of a tensor that a rank holds, with memory of its own."""
+    """Return the part of a tensor that a rank holds, as a tensor that shares no memory."""
     dim = cut_of(name)
     if dim is None:
         return tensor

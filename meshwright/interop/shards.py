@@ -24,7 +24,7 @@ KEPT = 4
 
 @contextmanager
 def unknown_forms(folder: Path) -> Iterator[None]:
-    """Turn the errors of values that are not what a format says they are into one that names the folder."""
+    """Turn the errors of values that break their format into one that names the folder."""
     try:
         yield
     except UserError:
@@ -50,7 +50,7 @@ class Spread:
 
 
 class SpreadWeights(NamedWeights):
-    """The weights of a checkpoint of another program, and a report on what was read of it."""
+    """The weights of a checkpoint of another program, and a report on its contents."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class SpreadWeights(NamedWeights):
 
 @dataclass(frozen=True)
 class _Handle:
-    """What safetensors offers for a tensor in a file: shape, dtype and slices."""
+    """A tensor with the methods of safetensors' files: shape, dtype and slices."""
 
     spread: Spread
     read: Callable[[], Tensor]

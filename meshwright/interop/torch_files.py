@@ -81,7 +81,7 @@ class Storage:
 
 
 @dataclass(frozen=True, eq=False)
-class StoredTensor:
+class TorchTensor:
     """A tensor in a file. Its values are read when they are asked for, as a view of the mapped file if possible."""
 
     storage: Storage
@@ -158,7 +158,7 @@ def _mapping(pairs: Any = ()) -> dict[Any, Any]:
     return dict(pairs)
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any, dtype: Any = None) -> StoredTensor:
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any, dtype: Any = None) -> TorchTensor:
     numbers = [offset, *shape, *strides]
     if not isinstance(storage, Storage) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
         raise ValueError("a tensor is not described by a storage and numbers")
@@ -170,7 +170,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any, dtype:
         if not isinstance(found, torch.dtype):
             raise ValueError("a tensor has an unknown dtype")
         chosen = found
-    return StoredTensor(storage, chosen, offset, tuple(shape), tuple(strides))
+    return TorchTensor(storage, chosen, offset, tuple(shape), tuple(strides))
 
 
 def _call(called: Any, args: Any) -> Any:
@@ -272,7 +272,7 @@ class _Machine:
 
     def extend(self, values: list[Any]) -> None:
         into = self.stack[-1]
-        # Lists of a class of their own are of no use to us.
+        # Lists of other classes than `list` are not needed.
         if not isinstance(into, Opaque):
             into.extend(values)
 
@@ -348,15 +348,16 @@ COLLECTED: dict[str, Callable[[list[Any]], Any]] = {
 
 def plain(value: Any) -> dict[str, Any]:
     """Return a mapping: a dict as it is, or the attributes of an object such as argparse.Namespace."""
-    return value if isinstance(value, dict) else value.fields if isinstance(value, Opaque) else {}
+    fields = value.fields if isinstance(value, Opaque) else {}
+    return value if isinstance(value, dict) else fields
 
 
-def tensors_of(tree: Any, prefix: str = "", depth: int = 12) -> dict[str, StoredTensor]:
+def tensors_of(tree: Any, prefix: str = "", depth: int = 12) -> dict[str, TorchTensor]:
     """Return the tensors of nested mappings by their dotted names."""
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, TorchTensor] = {}
     for key, value in tree.items() if isinstance(tree, dict) else ():
         name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, StoredTensor):
+        if isinstance(value, TorchTensor):
             found[name] = value
         elif isinstance(value, dict) and depth:
             found |= tensors_of(value, name, depth - 1)

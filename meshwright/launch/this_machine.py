@@ -51,8 +51,8 @@ def here(config: Config, ranks: int) -> Job:
 
 
 def room_of(config: Config, local_ranks: int, free: bool = True) -> tuple[str, float]:
-    """Return the name of the memory that a rank uses, and the number of bytes that it may use. Of a host's memory, that
-    is only what is free now, unless `free` is False."""
+    """Return the name of the memory that a rank uses, and the number of bytes that it may use. A host's memory
+    counts as far as it is free now, or with `free` False as a whole."""
     from meshwright.device import Device, accelerator_count, host_memory_bytes
 
     if on_cpu(config):

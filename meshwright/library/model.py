@@ -22,7 +22,7 @@ from meshwright.show.units import count
 Prompts = list[str] | tuple[str, ...]  # no plain sequence, because a text is one too
 
 
-class Model(nn.Module):
+class LoadedModel(nn.Module):
     """A whole trained model in one process. `meshwright.load` makes it.
 
     Its forward and its gradients are those of an ordinary module, so hooks, optimizers and other tools of torch work.
@@ -114,7 +114,7 @@ class Model(nn.Module):
 
 def load(
     source: str | Path, *, precision: str | None = None, device: str = "auto", tokenizer: str | None = None
-) -> Model:
+) -> LoadedModel:
     """Return the model of a run, a checkpoint or a Hugging Face folder, whole and in this process.
 
     >>> model = meshwright.load("runs/mine")            # or "runs/mine@100", or a folder that transformers wrote
@@ -133,4 +133,4 @@ def load(
     alone = ProcessPlace(local_rank=find_place().local_rank)
     at, _ = enter(alone, config.run.device, config.comm.backend, config.comm.timeout)
     modules = modules_with(build_context(config, 0, 1, at, 1), weights)
-    return Model(Path(found), config, modules[0], tokenizer_for(Path(found), config, tokenizer)).eval()
+    return LoadedModel(Path(found), config, modules[0], tokenizer_for(Path(found), config, tokenizer)).eval()

@@ -1,4 +1,4 @@
-"""Writes the report of a plan as one HTML page: the question, the answer, pictures, and what was refused. No torch."""
+"""Writes the report of a plan as an HTML page: question, answer, pictures, and the refused layouts. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.plan.cost import Cost, blocked_times, timeline_of
 from meshwright.plan.explain import against, parts_of
 from meshwright.plan.memory import GIB
 from meshwright.plan.question import Question
-from meshwright.plan.search import Candidate, Outcome
+from meshwright.plan.search import Candidate, ShapeOutcome
 from meshwright.plan.variants import slider_cells
 from meshwright.plan.whatif import SimulatedStep, step_spans
 from meshwright.show import layout_drawing, page_file
@@ -34,7 +34,7 @@ def page(
     question: Question,
     reasons: Sequence[str],
     shown: Sequence[Candidate],
-    outcomes: Mapping[tuple[int, int], Outcome],
+    outcomes: Mapping[tuple[int, int], ShapeOutcome],
     asked: Sequence[Mapping[str, str]] = (),
 ) -> str:
     """Return the HTML page of a ranking. `asked` has the answers to questions about other layouts."""
@@ -123,14 +123,14 @@ def _step(cost: Cost) -> dict[str, Any]:
     return {"spans": spans, "shown": min(shown, total), "micro_batches": total, "bubble": cost.bubble}
 
 
-def _outcomes(outcomes: Mapping[tuple[int, int], Outcome], best: Cost, limit: float) -> dict[str, Any]:
+def _outcomes(outcomes: Mapping[tuple[int, int], ShapeOutcome], best: Cost, limit: float) -> dict[str, Any]:
     """Return the grid of tp and pp: the best step of each cell, or the reason why there is none."""
     tps, pps = sorted({tp for tp, _ in outcomes}), sorted({pp for _, pp in outcomes})
     cells = [[outcome_json(outcomes.get((tp, pp)), best, limit) for pp in pps] for tp in tps]
     return {"tp": tps, "pp": pps, "cells": cells}
 
 
-def outcome_json(outcome: Outcome | None, best: Cost, limit: float) -> dict[str, Any]:
+def outcome_json(outcome: ShapeOutcome | None, best: Cost, limit: float) -> dict[str, Any]:
     """Return what came of the layouts with one tp and pp: its `kind`, a short text, and a sentence."""
     if outcome is None:
         return {"kind": "none", "text": "", "why": "No layout with this tp and pp divides the devices and the batch."}

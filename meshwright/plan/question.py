@@ -1,4 +1,4 @@
-"""States what a plan was asked, and the assumptions that its answer rests on. No torch."""
+"""States the question of a plan, and the assumptions that its answer rests on. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.show.units import count, percent
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan was asked, in words, with its assumptions."""
+    """The question of a plan in words, with the assumptions of its answer."""
 
     title: str
     facts: Mapping[str, str]
@@ -65,7 +65,7 @@ def command() -> str:
 
 
 def assumptions_of(base: Job, cluster: Cluster) -> dict[str, str]:
-    """Return what a prediction assumes about links, efficiency, prices and the run."""
+    """Return the assumptions of a prediction about links, efficiency, prices and the run."""
     network, share = cluster.network.node_gb_s, cluster.efficiency
     found = {
         "links": f"{cluster.node.link_gb_s:g} GB/s for a device inside a node, {network:g} GB/s "

@@ -63,7 +63,7 @@ class Candidate:
 
 
 @dataclass
-class Outcome:
+class ShapeOutcome:
     """The result for all layouts with the same tp and pp."""
 
     best: Candidate | None = None
@@ -82,7 +82,7 @@ class SearchResult:
     nearest: tuple[float, Job] | None = None  # The least GiB needed by a layout that doesn't fit, and its job.
     broken: int = 0  # Combinations that break a config rule, which are not counted above.
     refused: str = ""  # The rule that the most promising one of these breaks.
-    outcomes: dict[tuple[int, int], Outcome] = field(default_factory=dict)  # By tp and pp.
+    outcomes: dict[tuple[int, int], ShapeOutcome] = field(default_factory=dict)  # By tp and pp.
 
 
 def _key(name: str, default: tuple[Any, ...] = ()) -> Any:
@@ -358,7 +358,7 @@ def search(
 def _fastest_first(base: Job, space: SearchSpace, cluster: Cluster) -> list[tuple[Bound, Job]]:
     """Return all shapes with the least seconds that each can take, in the order of these.
 
-    So the search ends its work at the first shape that can't be among the fastest any more.
+    So the search ends its work at the first shape that can no longer be among the fastest.
     """
     found = [(_least_seconds(shape, cluster), shape) for shape in shapes(base, space, cluster)]
     return sorted(found, key=lambda each: (each[0], _promise(each[1])))
@@ -393,9 +393,9 @@ class _Found:
         beyond = len(self.shortest) == RANKED_LAYOUTS and bound.with_waits > -self.shortest[0]
         return beyond or bound.computed > PRUNE_RATIO * self.best
 
-    def outcome(self, shape: Job) -> Outcome:
-        """The outcome of layouts with the shape's tp and pp."""
-        return self.result.outcomes.setdefault((shape.layout.tp, shape.layout.pp), Outcome())
+    def outcome(self, shape: Job) -> ShapeOutcome:
+        """Return the outcome of layouts with the shape's tp and pp."""
+        return self.result.outcomes.setdefault((shape.layout.tp, shape.layout.pp), ShapeOutcome())
 
     def is_counted(self, shape: Job, zero: int, bound: Bound) -> bool:
         """Count the recompute modes of a shape, and return whether its layout keeps the config's rules."""
@@ -475,7 +475,7 @@ class _Found:
 
 
 def _never(base: Job, space: SearchSpace) -> str:
-    """Return the reason why no layout of the space can be had, as far as it can be told at once; empty if none."""
+    """Return the reason why no layout of the space is possible, if it is known at once; otherwise an empty string."""
     least = base.with_keys(layout={"tp": min(space.tp, default=1), "pp": min(space.pp, default=1)})
     dense = not base.config.model.experts.count
     return (first_broken_rule(base.config, base.world, EXPERT_RULES) if dense else None) or _unplaced(least)

@@ -61,7 +61,7 @@ def searching(label: str, stream: TextIO | None = None) -> Iterator[Callable[[in
 
 
 def _log(label: str, total: int, stream: TextIO, unit: str) -> Callable[[int], None]:
-    """Return the function that counts what is done and writes a line every ten seconds."""
+    """Return the function that adds to the count and writes a line every ten seconds."""
     done = 0
     begin = last = time.monotonic()
 

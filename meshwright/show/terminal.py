@@ -104,7 +104,7 @@ def show(console: Console, *parts: RenderableType) -> None:
 
 
 def say_next(*commands: str) -> None:
-    """Print on stderr what a user usually does after a command that has ended: one or several commands."""
+    """Print on stderr the commands that users usually run next."""
     for number, command in enumerate(commands):
         notice(f"{'' if number else 'next:':<5} {command}")
 

@@ -117,7 +117,7 @@ def planted_rank(rank: int, world: int, name: str, args: Any) -> None:
             inside.enter_context(PLANTED[name].plant(trainer))
             return real(trainer, take)
 
-        with mock.patch.object(checking, "Recorder", with_bug):
+        with mock.patch.object(checking, "GradientRecorder", with_bug):
             command.as_rank(args)
 
 

@@ -1,6 +1,6 @@
 """Runs megatron-core on CPUs: `python real_megatron.py OUT KIND TP PP` writes checkpoints of a small model.
 
-OUT/classic and OUT/dist get the two formats. Without a pipeline, OUT/logits.pt gets what the model computes. The kinds
+OUT/classic and OUT/dist get the two formats. Without a pipeline, OUT/logits.pt gets the model's logits. The kinds
 are llama and gpt. With load-llama and load-gpt, the model is loaded from OUT/classic, and only its logits are written.
 """
 

@@ -174,12 +174,12 @@ with StopRequests() as requests:
 """
 GUARDED = """
 import signal
-from meshwright.launch.launch import guarded
+from meshwright.launch.launch import run_guarded
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 def body():
     print("ready", flush=True)
     time.sleep(600)
-guarded(None, False, body)
+run_guarded(None, False, body)
 """
 
 

@@ -1,4 +1,4 @@
-"""`meshwright.train`, `load` and `evaluate` in a row, in one process and with ranks of their own."""
+"""`meshwright.train`, `load` and `evaluate` in a row, in one process and with several ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_train_load_and_evaluate(config: dict[str, Any], capsys: pytest.CaptureF
     page = result._repr_html_()
     assert "<svg" in page and "validation" in page
 
-    # A run goes on from where it ended, as with the command.
+    # A run continues where it ended, as with the command.
     longer = meshwright.train(config, "train.steps=8")
     assert longer.steps == 8 and list(longer.metrics["loss"])[:6] == list(result.metrics["loss"])
     assert "step 8/8" in capsys.readouterr().err

@@ -26,7 +26,7 @@ ON = ["--cluster", "h100-80g-dgx", "--devices"]
 
 @pytest.mark.parametrize("family", ["granite", "stablelm"])
 def test_a_search_leaves_out_what_a_family_refuses(tmp_path: Path, family: str) -> None:
-    """Granite's two key-value heads are not copied to four ranks, and nobody compared StableLM's stages."""
+    """Granite's two key-value heads are not copied to four ranks, and StableLM's stages have not been compared."""
     config = config_of(write_tiny(family, tmp_path), {"train": {"precision": "bf16", "global_batch": 8}})
     cluster, job = load_cluster("h100-80g-dgx"), Job(config, 8, own_stack(config, False), 8)
     found = {(each.job.layout.tp, each.job.layout.pp) for each in search(job, cluster).candidates}

@@ -20,7 +20,7 @@ browser = pytest.fixture(scope="module")(chromium)
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page, and the config of its best layout beside it."""
+    """Write a page, and the config of its best layout beside it."""
     folder = tmp_path_factory.mktemp("plan")
     files = ["--html", str(folder / "plan.html"), "--out", str(folder / "plan.yaml")]
     words = ["plan", *WORDS[:1], *NARROW, *WORDS[1:], "--tokens", "3B", *files, "--json"]

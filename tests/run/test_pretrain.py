@@ -239,7 +239,7 @@ def test_ranks_that_would_all_compute_the_same_are_refused(axis: str, tmp_path: 
 def test_the_rank_that_writes_says_whether_a_run_is_new(writes: bool, tmp_path: Path, monkeypatch: Any) -> None:
     """This rank sees a checkpoint and no other rank does. In the second case, one of the others is the writer."""
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    world = SimpleNamespace(agreed=lambda value, device: value)
+    world = SimpleNamespace(max_over_ranks=lambda value, device: value)
     config = SimpleNamespace(
         run=SimpleNamespace(dir=str(tmp_path)), checkpoint=SimpleNamespace(dir=""), model=SimpleNamespace(hf="folder"),
         tune=SimpleNamespace(adapts=False),

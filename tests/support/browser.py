@@ -16,7 +16,7 @@ import pytest
 
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 
-# The contrast of each text with what is behind it, as WCAG defines it, for texts that are large enough to be read.
+# The contrast of each text with its background, as WCAG defines it, for texts that are large enough to be read.
 CONTRASTS = """() => {
   const canvas = document.createElement("canvas"), pen = canvas.getContext("2d", { willReadFrequently: true });
   const over = (paints) => {
@@ -83,7 +83,7 @@ class Visit:
 
 
 def looks_right(browser: Any, path: Path, name: str, size: str, dark: bool) -> None:
-    """Check that a page in a file fits its window, can be read, has no errors, and asks nobody."""
+    """Check that a page in a file fits its window, can be read, has no errors, and requests nothing."""
     with Visit(browser, size, dark) as visit:
         page = visit.open(f"file://{path}")
         assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0], "it scrolls sideways"

@@ -101,7 +101,7 @@ def test_pairs_are_preferred_over_the_frozen_model(there: Path, capsys: pytest.C
 
 
 def test_preferences_are_compared_with_the_model_that_the_run_began_with(there: Path) -> None:
-    """That is the base with the adapters of --from, which `tune.reference=base` leaves out of the reference."""
+    """The reference is the base with the adapters of --from, which `tune.reference=base` omits."""
     import torch
     from safetensors.torch import load_file
 

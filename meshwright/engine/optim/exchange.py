@@ -21,7 +21,7 @@ from meshwright.spec.layout.params import ParamRecord
 Transform = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 
-class Work(NamedTuple):
+class MatrixWork(NamedTuple):
     """A matrix that this rank owns, and its states."""
 
     matrix: Tensor
@@ -44,7 +44,7 @@ class Gathered(NamedTuple):
         return [(number, self.whole[number]) for number in plan.mine]
 
 
-def _of_one_shape(works: Sequence[Work]) -> Iterator[list[Work]]:
+def _of_one_shape(works: Sequence[MatrixWork]) -> Iterator[list[MatrixWork]]:
     """Yield batches of matrices to transform together: of one shape, with at most TOGETHER elements or one matrix.
 
     Without batches, the many small matrices of experts would each need their own launches.
@@ -56,7 +56,7 @@ def _of_one_shape(works: Sequence[Work]) -> Iterator[list[Work]]:
         yield from (of_shape[at : at + count] for at in range(0, len(of_shape), count))
 
 
-def _transform(batch: Sequence[Work], transform: Transform) -> None:
+def _transform(batch: Sequence[MatrixWork], transform: Transform) -> None:
     """Replace matrices of one shape by their results, and update their states."""
     stacked = [torch.stack(each) for each in zip(*(work.states for work in batch), strict=True)]
     results = transform(torch.stack([work.matrix.view(work.matrix.shape[-2:]) for work in batch]), stacked)
@@ -116,7 +116,7 @@ class MatrixExchange:
             for plans in self.rounds:
                 gathered = [self._gather(bucket, plan) for bucket, plan in plans]
                 works = [
-                    Work(matrix, self._states.get((bucket.index, number), ()))
+                    MatrixWork(matrix, self._states.get((bucket.index, number), ()))
                     for own, (bucket, plan) in zip(gathered, plans, strict=True)
                     for number, matrix in own.of(plan)
                 ]

@@ -30,8 +30,8 @@ FIRST = 4  # iterations of the first step
 SHIFT = 1e-3
 
 
-class AdamWBeside(AdamW):
-    """AdamW for all parameters that are not matrices of blocks. Its states have names of their own, as Muon's have."""
+class AdamWBesideSoap(AdamW):
+    """AdamW for all parameters that are not matrices of blocks. Its states don't share names with AdamW's."""
 
     states = (StateSpec("soap_exp_avg"), StateSpec("soap_exp_avg_sq"))
     has_kernel = False
@@ -40,7 +40,7 @@ class AdamWBeside(AdamW):
 class Soap(MatrixRule):
     """The update rule of matrices. A side longer than `optimizer.soap.max_side` keeps the identity as its basis."""
 
-    others = AdamWBeside
+    others = AdamWBesideSoap
 
     def matrix_states(self, rows: int, columns: int) -> Mapping[str, tuple[int, ...]]:
         left, right = ((side, side) if self._has_basis(side) else (0, 0) for side in (rows, columns))
