@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ Clients of OpenAI's interface connect with base_url="http://127.0.0.1:8000/v1". 
 that are open, then ends; a second Ctrl-C ends at once. Only this machine can connect unless --host names an address."""
 
 LOOPBACK = "127.0.0.1"
+LOOK_S = 0.01
 WHOLE_CONTEXTS = 16  # The sequences of full length that the cache holds, unless --cache-tokens says otherwise.
 
 
@@ -131,6 +133,11 @@ def _listening(args: argparse.Namespace, config: Any, engine: Any, stopping: Any
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, name="http", daemon=True)
     thread.start()
+    # The socket is bound, but refuses connections until the server listens on it.
+    while not server.started and thread.is_alive():
+        time.sleep(LOOK_S)
+    if not server.started:
+        raise UserError(f"the server could not start on {host}:{port}: see the lines above")
     notice(f"serves {args.name} at http://{host}:{port}/v1 ({'chat and ' if args.rendered else ''}completions)")
     try:
         yield
