@@ -214,7 +214,7 @@ def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {mode: len(points) for mode, points in shown["modes"].items()} == {"weak": 8, "strong": 8}
     assert shown["modes"]["weak"][0]["tokens_per_s"] == found["weak"][0]["tokens_per_s"]
     assert (
-        shown["facts"]["command"].startswith("meshwright ") and shown["facts"]["weak scaling"] == "global batch 8 to 16"
+        shown["facts"]["command"].startswith("meshwright") and shown["facts"]["weak scaling"] == "global batch 8 to 16"
     )
     assert set(found) == {"weak", "strong"}
     for points in found.values():
