@@ -16,6 +16,7 @@ from meshwright.cli.generate import model_config, tokenizer_of
 from meshwright.config.sections import Config
 from meshwright.data.chat_template import ChatTemplate, TemplateError, load_template, named_template
 from meshwright.data.token_file import read_metadata
+from meshwright.data.tokenizers import INCOMPLETE
 from meshwright.errors import UserError
 from meshwright.infer.reading import add_ema
 from meshwright.infer.texts import check_drawing, end_tokens
@@ -33,8 +34,6 @@ Ctrl-D ends; Ctrl-C ends an answer early."""
 TEMPERATURE, TOP_P = 0.7, 0.9
 HELP = "(/reset forgets the conversation, /system TEXT begins another, /help prints this, Ctrl-D ends)"
 
-# Tokenizers decode a character whose last tokens are still missing to this.
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -59,6 +59,10 @@ class TokenizerSource:
         return kinds[self.kind](self)
 
 
+# Tokenizers decode a character whose last tokens are still missing to this.
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
 class Tokenizer(Protocol):
     """The interface of a tokenizer that `prepare` and `generate` use.
 

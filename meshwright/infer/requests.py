@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.data.chat_template import ChatTemplate, TemplateError
-from meshwright.data.tokenizers import Tokenizer
+from meshwright.data.tokenizers import INCOMPLETE, Tokenizer
 from meshwright.errors import UserError
 from meshwright.infer.batching import Drawn
+from meshwright.infer.texts import MIN_TEMPERATURE
 
-# Tokenizers decode a character whose last tokens are still missing to this.
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 MOST_TEXTS, MOST_STOPS, MOST_LIKELIEST = 128, 16, 20
 # Keys that would change an answer and are not implemented. A request may hold them with their neutral values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -100,7 +99,7 @@ class CompletionRequest:
         return cls(
             prompts=prompts, copies=copies, most=min(most, room),
             # Below this temperature, drawing always takes the likeliest token.
-            temperature=0.0 if temperature < 1e-4 else temperature,
+            temperature=0.0 if temperature < MIN_TEMPERATURE else temperature,
             top_p=float(_number(body, "top_p", 1.0, 1e-6, 1.0)),
             seed=_number(body, "seed", random.getrandbits(62), 0, 2**62, whole=True), stops=_stops(body),
             logprobs=likeliest is not None, likeliest=likeliest or 0, stream=bool(body.get("stream")),

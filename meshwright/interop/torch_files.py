@@ -176,7 +176,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any, dtype:
 def _call(called: Any, args: Any) -> Any:
     """Return the value that a call stands for. Nothing of the file is executed: unknown calls become opaque."""
     if not isinstance(called, Named) or not isinstance(args, tuple):
-        raise ValueError("it calls what is not a class or function")
+        raise ValueError("it calls an object that is no class or function")
     meaning = MEANINGS.get(called.full)
     if meaning is not None:
         return meaning(*args)
@@ -226,7 +226,7 @@ def interpret(text: bytes, path: Path, file: TorchFile | None = None) -> Any:
     except _Foreign as found:
         raise UserError(
             f"{path} asks for {shorten(found.args[0].full, 80)}, which no checkpoint of weights needs: "
-            "nothing of it was run. Name a file without it, from somebody you trust"
+            "nothing of it was run. Name a file without it, from a source that you trust"
         ) from None
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, UnicodeDecodeError, OverflowError) as error:
         raise broken(path, shorten(str(error) or type(error).__name__, 200)) from None

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshwright.config.memory import OffloadConfig, Place
 from meshwright.config.optimizer import OptimizerConfig
-from meshwright.device import PRECISION_DTYPES, accelerator
+from meshwright.device import PRECISION_DTYPES, kind_of
 from meshwright.engine.optim.exchange import MatrixExchange
 from meshwright.engine.optim.owned import MatrixState
 from meshwright.engine.optim.rule import MatrixRule, Rule, StateSpec, UpdateStep, rules_of
@@ -333,8 +333,9 @@ class FlatOptimizer:
     @property
     def on_device(self) -> bool:
         """True if `step_on_device` can run, which is a fused pass with numbers from the device."""
-        on_host = any(accelerator(state.buffer.device) is None for state in self.states)
-        return bool(self.states) and not on_host and all(state.fused for state in self.states)
+        return bool(self.states) and all(
+            state.fused and kind_of(state.buffer.device).runs_triton for state in self.states
+        )
 
     @torch.no_grad()
     def step_on_device(self, lr: float, scaling: Scaling[Tensor]) -> None:

@@ -1,4 +1,4 @@
-/* The page of a plan: the question, the answer, pictures of the mesh and of the step, and what was refused. */
+/* The page of a plan: the question, the answer, pictures of the mesh and of the step, and the refused layouts. */
 const plan = JSON.parse(document.getElementById("data").textContent), best = plan.ranking[0];
 const gib = (value) => (finite(value) ? `${value.toFixed(1)}\u00a0GiB` : dash), nb = (text) => text.replaceAll(" ", "\u00a0");
 const days = (value) => (!finite(value) ? dash : value >= 2 ? `${trimmed(value)} days` : `${trimmed(24 * value)} hours`);
@@ -132,6 +132,6 @@ function update() {
     finite(a.energy_mwh) ? tile("energy", trimmed(a.energy_mwh), "MWh", "of the devices") : null].filter(Boolean));
   for (const one of panels) one.update();
 }
-frame([el("span", { class: "room" })], [head, tiles, el("div", { class: "grid" }, panels.map((one) => one.node)), el("p", { class: "foot" }, "all figures are predicted · this page asks nobody else")]);
+frame([el("span", { class: "room" })], [head, tiles, el("div", { class: "grid" }, panels.map((one) => one.node)), el("p", { class: "foot" }, "all figures are predicted · this page requests nothing else")]);
 update();
 document.documentElement.dataset.ready = "yes";

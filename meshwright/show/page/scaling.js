@@ -48,6 +48,6 @@ for (const [mode, points] of Object.entries(scaling.modes)) {
 
 const head = el("div", {}, el("div", { class: "top" }, el("h1", {}, scaling.title)), facts(scaling.facts));
 function update() { for (const one of panels) one.update(); }
-frame([el("span", { class: "room" })], [head, el("div", { class: "grid", style: { marginTop: "1rem" } }, panels.map((one) => one.node)), el("p", { class: "foot" }, "all figures are predicted · this page asks nobody else")]);
+frame([el("span", { class: "room" })], [head, el("div", { class: "grid", style: { marginTop: "1rem" } }, panels.map((one) => one.node)), el("p", { class: "foot" }, "all figures are predicted · this page requests nothing else")]);
 update();
 document.documentElement.dataset.ready = "yes";

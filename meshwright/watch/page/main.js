@@ -89,7 +89,7 @@ async function poll() {
   setTimeout(poll, document.hidden ? 15000 : 2500);
 }
 
-frame([chips, el("span", { class: "room" }), note], [top_, alerts, tiles, el("div", { class: "grid" }, panels.map((one) => one.node)), el("p", { class: "foot" }, "made from the run's folder alone · this page asks nobody else")]);
+frame([chips, el("span", { class: "room" }), note], [top_, alerts, tiles, el("div", { class: "grid" }, panels.map((one) => one.node)), el("p", { class: "foot" }, "made from the run's folder alone · this page requests nothing else")]);
 update();
 tell();
 if (live) { poll(); setInterval(tell, 1000); }
